@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -148,14 +148,20 @@ def cluster_and_workload(cluster: str, workload: str, overrides: Iterable[str]) 
 def without_sites(cluster: Cluster, workload: Workload, names: Iterable[str]) -> tuple[Cluster, Workload]:
     """The other sites, and the global batch shared out among them; the name of a site with pods means all of them. Raises
     UserError for a name that no site has, where none is left, and where sites have unequal shares."""
-    left = list(range(cluster.sizes[0]))
+    left, named = list(cluster.site_names), list[str]()
     for name in names:
         if not any(name in cluster.site_labels(dc) for dc in range(cluster.sizes[0])):
             raise UserError(f"--without {name}: {cluster.name} has no such site; {_nearest(name, cluster.site_names)}")
-        left = [dc for dc in left if name not in cluster.site_labels(dc)]
+        named.append(name)
+        left = sites_left(cluster, named)
         if not left:
             raise UserError(f"--without {name}: no site of {cluster.name} is left")
-    return on_sites(cluster, workload, [cluster.site_name(dc) for dc in left])
+    return on_sites(cluster, workload, left)
+
+
+def sites_left(cluster: Cluster, names: Collection[str]) -> list[str]:
+    """Sites of the cluster, each pod by itself, that have none of these names, nor are pods of one that has."""
+    return [cluster.site_name(dc) for dc in range(cluster.sizes[0]) if not {*names} & {*cluster.site_labels(dc)}]
 
 
 def resolve_plan(run: Run) -> AnyPlan:

@@ -203,7 +203,7 @@ def command(
         record.require_model(work, Path(str(routing)))
     rules = planner.load_constraints(constraints) if constraints else None
     levels = [level.name for level in site.levels]
-    rates = _scenarios(site, scenarios, within, fabric)
+    rates = _scenarios(site, scenarios, without, within, fabric)
     schedule, goal = _schedule(streams, levels), _goal(objective, budget)
     if stages is not None:
         wishes = planner.StageWishes(
@@ -358,22 +358,29 @@ def _write(plans: Sequence[Plan], files: Sequence[Path]) -> None:
         one.save(path)
 
 
-def _scenarios(cluster: Cluster, paths: Sequence[str], within: float | None, fabric: str | None) -> tuple[Cluster, ...]:
-    """The cluster at the rates of each file, and at such as are ``within`` that share of its own."""
+def _scenarios(
+    cluster: Cluster, paths: Sequence[str], without: Sequence[str], within: float | None, fabric: str | None
+) -> tuple[Cluster, ...]:
+    """The cluster at the rates of each file, which may have sites that are left out, and at such as are ``within`` that share of
+    its own."""
     import planner
 
     drawn = [] if within is None else planner.interval_scenarios(cluster, within)
-    return (*(_scenario(cluster, path, fabric) for path in paths), *drawn)
+    return (*(_scenario(cluster, path, without, fabric) for path in paths), *drawn)
 
 
-def _scenario(cluster: Cluster, path: str, fabric: str | None) -> Cluster:
+def _scenario(cluster: Cluster, path: str, without: Sequence[str], fabric: str | None) -> Cluster:
     """The cluster at another file's rates, over the same fabric."""
     from hybridep.commands.fabrics import on_fabric
-    from hybridep.commands.inputs import load_cluster
+    from hybridep.commands.inputs import load_cluster, sites_left
+    from hybridep.topology import by_themselves
     from planner.difference import with_rates_of
 
     other = load_cluster(path)
+    left = sites_left(other, without)
     try:
+        if left and len(left) < other.sizes[0]:
+            other = by_themselves(other, left)
         return with_rates_of(cluster, other if fabric is None else on_fabric(other, fabric))
     except UserError as error:
         raise UserError(f"--scenario {path}: {error}") from None

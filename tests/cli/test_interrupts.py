@@ -30,7 +30,7 @@ def test_a_second_sigterm_does_not_end_the_way_out() -> None:
     assert ended.value.code == 143
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_interrupt_ends_all_searches_with_the_best_so_far(
     inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch, number: signal.Signals

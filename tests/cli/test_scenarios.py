@@ -370,7 +370,7 @@ def test_a_run_goes_round_the_recorded_steps(scenario: Callable[..., object], in
     assert [step_s["min"], step_s["median"], step_s["max"]] == pytest.approx([alone_s[1], alone_s[0], alone_s[0]])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_plan_on_a_mixnet(inputs: Inputs, call: Call) -> None:
     levels = "\n".join(
         f"- {{name: {name}, size: {size}, bandwidth: 8 Gbps, latency: 0.1 ms}}"

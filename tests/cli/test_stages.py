@@ -100,6 +100,7 @@ def test_the_cheapest_with_or_without_stages(inputs: Inputs, call: Call) -> None
     assert result.code == 3 and "raise --budget" in result.err and not path.exists()
 
 
+@pytest.mark.turns(2)
 def test_rules_hold_in_stages_or_stages_are_left_out(inputs: Inputs, call: Call) -> None:
     def rules(text: str) -> tuple[str, str]:
         name = text.split(",")[0].split()[-1]
@@ -157,6 +158,7 @@ def test_what_does_not_go_with_stages(inputs: Inputs, call: Call, options: tuple
     assert len(result.err.strip().splitlines()) <= 2
 
 
+@pytest.mark.turns(2)
 def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     path, told = in_stages(inputs, call, "--stages", "auto")
     assert "dc0 alone is faster" in told.out and "--fewer-sites" in told.out and "dc0 alone: " in told.out
@@ -225,7 +227,7 @@ def test_one_site_alone_is_of_all_sites_where_some_are_left_out(
     assert " ".join(row[2:4]) == format_seconds(own.predicted.step)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the wrong ones were chosen; nothing is tried where no time is left."""
     busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
@@ -281,6 +283,7 @@ def test_simulations_of_stages_say_what_they_cannot(inputs: Inputs, call: Call) 
     assert result.code == 2 and "the model has 2" in result.err
 
 
+@pytest.mark.turns(2)
 def test_pipelines_in_scenarios(inputs: Inputs, call: Call) -> None:
     four = SLOW.replace("name: dc, size: 2", "name: dc, size: 4")
     path, _ = in_stages(inputs, call, "--stages", "2", cluster=four)

@@ -14,7 +14,7 @@ from planner.sites.others import OTHERS
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_coded_activations_and_what_they_cost(inputs: Inputs, call: Call) -> None:
     codec = ("--codec", "dc.activations=int8")
     path, exact = in_stages(inputs, call, "--stages", "2", "--json")

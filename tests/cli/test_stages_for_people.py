@@ -38,7 +38,7 @@ def planned(inputs: Inputs, call: Call, *more: object, cluster: str = FOUR) -> R
 def test_a_pool_keeps_the_stages_of_the_plan(inputs: Inputs, call: Call) -> None:
     short, path = ("--time-limit", "1"), inputs.folder / "plan.yaml"
     far = ("--set", "training.micro_batches=32", "--set", "levels.dc.latency=20 ms")
-    result = planned(inputs, call, "--stages", "2", "--pool", "32", "--max-loss", "0.5%", "--json", *far)
+    result = planned(inputs, call, "--stages", "2", "--pool", "32", "--max-loss", "0.5%", "--json", *far, "--time-limit", "7")
     assert result.code == 0, result.err
     pool = result.json["pool"]
     assert pool[0]["pays_from"] == pytest.approx(1 / 32) and pool[-1]["pays_to"] == pytest.approx(32) and len(pool) > 1
@@ -78,7 +78,7 @@ def test_several_pipelines_are_written_the_best_first(inputs: Inputs, call: Call
     assert again == pytest.approx(simulated)
     # Four stages of like sites are one plan, and the only one that was asked for is one of several, too.
     only = planned(inputs, call, "--stages", "4", "--top", "3", "--json").json
-    assert only["plans"][0] == {name: only[name] for name in ("step_s", "simulated_s", "lossy_codecs", "output")}
+    assert only["plans"][0] == {name: only[name] for name in ("step_s", "simulated_s", "lossy_codecs", "lossless", "output")}
     shown = planned(inputs, call, "--stages", "2", "--top", "2")
     assert shown.code == 0 and f"2. {files[1]}: " in shown.out and "sites and layers: dc" in shown.out, shown.err
     assert all(len(load_any_plan(path).stages) == 2 for path in files[:2])  # type: ignore[union-attr]

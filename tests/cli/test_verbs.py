@@ -188,7 +188,7 @@ def test_fewer_bytes_without_loss(inputs: Inputs, call: Call) -> None:
     assert wrong.code == 2 and "--codec gpu.tokens=lossless: it is for links between sites; give dc.tokens" in wrong.err
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_codecs_by_their_loss_beside_other_wishes(inputs: Inputs, call: Call) -> None:
     """Several plans, rates that are not known, and plans chosen by a simulation."""
     path, loss = inputs.folder / "plan.yaml", ("--max-loss", "0.5%")
@@ -265,6 +265,7 @@ def test_plan_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
     assert refused.code == 2 and "nothing of what is inside" in refused.err
 
 
+@pytest.mark.turns(2)
 def test_plan_without_some_sites(inputs: Inputs, call: Call) -> None:
     """For the whole batch; it is read as the cluster's own."""
     plan = inputs.folder / "plan.yaml"
@@ -303,6 +304,14 @@ def test_plan_for_scenarios(inputs: Inputs, call: Call) -> None:
     three = inputs.write("three.yaml", text.replace("size: 2", "size: 3"))
     refused = call("plan", inputs.cluster, inputs.workload, "-o", path, "--scenario", three)
     assert refused.code == 2 and f"--scenario {three}: site dc2 is only in it" in refused.err
+    # What is left out of the cluster may be in a scenario's file or not.
+    also = inputs.write("also.yaml", slow.read_text(encoding="utf-8").replace("size: 2", "size: 3"))
+    for scenario in (also, slow):
+        options = ("--without", "dc2", "--scenario", scenario, "--json")
+        left = call("plan", three, inputs.workload, "--set", "training.micro_batch_size=2", "-o", path, *options)
+        assert left.code == 0, left.err
+        steps_s.append(left.json["robust"]["step_s"])
+    assert steps_s[-2] == steps_s[-1] > 0 and len(load_any_plan(path).cluster.site_names) == 2
 
 
 def test_plan_chooses_by_simulation(inputs: Inputs, call: Call) -> None:
@@ -327,6 +336,7 @@ def test_plan_chooses_by_simulation(inputs: Inputs, call: Call) -> None:
     ]
 
 
+@pytest.mark.turns(2)
 def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
     path = inputs.folder / "plan.yaml"
     faster = ("--set", "levels.dc.bandwidth=200 Mbps")

@@ -14,7 +14,7 @@ from hybridep.launch.host import child_environment
 RUN = Path(__file__).resolve().parents[2] / "experiments" / "memory" / "run.py"
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(12)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ["short", "latent-long", "again-attention-dense"])
 def test_ranks_take_what_the_planner_says(tmp_path: Path, case: str) -> None:

@@ -79,6 +79,7 @@ def test_interfaces_and_ports() -> None:
     assert (Path(child_environment()["PYTHONPATH"].split(os.pathsep)[0]) / "hybridep").is_dir()
 
 
+@pytest.mark.turns(4)
 def test_products_of_ever_new_shapes_do_not_fill_a_ranks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bf16, for which oneDNN compiles on processors that know it; in one thread."""
     script = """

@@ -35,6 +35,7 @@ def agree(problem: Problem, solver: str) -> str:
     return "mixed" if sum(count > 0 for count in solution.counts) > 1 else "uniform"
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("solver", "seeds"),
     [

@@ -97,7 +97,7 @@ def test_the_planner_takes_the_best_that_is_permitted() -> None:
         planner.plan(cluster, workload, max_loss=-0.1)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("max_loss", [0.0, 0.0008])
 def test_the_next_best_of_equal_sites_against_all_there_are(max_loss: float) -> None:
     """Every placement that all layers share with every choice of codecs: first those of least step, without such as bring it

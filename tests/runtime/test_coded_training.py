@@ -144,7 +144,7 @@ def count_coding(found: Counter[tuple[str, str]]) -> None:
             count(one, "gradients", "decode", lambda message, length, dtype: length)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_copies_and_loss(name: str, pool: RankPool) -> None:
     case, bound = CASES[name]

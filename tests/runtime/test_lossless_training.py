@@ -47,7 +47,7 @@ def give_room(patch: pytest.MonkeyPatch, share: float) -> None:
         patch.setitem(codecs._WRITTEN_OUT, kind, share)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("room", ["ample", "none"])
 def test_nothing_is_lost(name: str, room: str, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def pipelined(rank: int, port: int, case: pipelined_cases.Case, share: float) ->
         return pipelined_cases.train_case(rank, port, case)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("room", ["ample", "none"])
 def test_nothing_is_lost_between_stages(room: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,7 @@ def test_fp32_follows_the_reference(pools: TrainingPools) -> None:
     check_bytes(case, outcomes)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.turns(4))], ids=["few", "many-coded"])
 def test_bf16_follows_the_reference(pools: TrainingPools, coded: bool) -> None:
     """Its token rows put 4-byte ids after 2-byte elements: nothing may rely on alignment. Only losses are compared: where a

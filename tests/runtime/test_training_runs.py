@@ -243,7 +243,7 @@ def test_only_the_last_checkpoints_are_kept(ranks: RankPool, tmp_path: Path) -> 
 PIPELINE = pipelined_cases.Case(sizes=(2, 2), stages=((0,), (1,)), layers=(3, 2), domains=({}, {"gpu": 2}), micro_batches=2)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("case", [CASE, PIPELINE], ids=str)
 def test_long_gradients_are_scaled_down_as_torch_does(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case | pipelined_cases.Case
@@ -278,6 +278,7 @@ ALIKE = [
 VALIDATED = [CASE, *(pytest.param(case, marks=pytest.mark.turns(3)) for case in ALIKE), PIPELINE]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", VALIDATED, ids=str)
 def test_validation_is_that_of_one_process_and_changes_nothing(
     ranks: RankPool, tmp_path: Path, case: Case | pipelined_cases.Case

@@ -403,7 +403,7 @@ json.dump({"took_s": took, "sent_bytes": sent}, open(sys.argv[2], "w"))
 """
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.lab
 def test_shaped_links_are_used_well(tmp_path: Path) -> None:
     # Slow links, so that processors with other work keep up; two lots a turn, to two others.

@@ -59,7 +59,7 @@ def searched(problem: SiteProblem) -> Search:
     return search
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("sites", "memory", "fits"), [(FOUR, "41 MB", True), (THREE, "11.7 MB", False)])
 def test_as_good_as_a_search_for_each_way_to_compute_again(sites: dict[str, tuple[str, str]], memory: str, fits: bool) -> None:
     """And better than what keeps all activations, or than the first way in which something fits."""
@@ -82,7 +82,7 @@ def test_where_memory_is_ample_nothing_computes_again() -> None:
     assert not search.is_short and [*walk_in_ways(search, cheapest_first(workload))] == [search]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_plans_have_what_was_found() -> None:
     cluster, workload = given(FOUR, "41 MB")
     kept = searched(site_problem(cluster, workload))

@@ -125,6 +125,7 @@ def test_deepseek_v3_is_bounded_closely() -> None:
     assert (near[whole[1:5]] < 0.99 * free[1:5]).all() and near[32] < 0.76 * free[1]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", [(0, 2, (2, 2, 1, 2), 2), (1, 2, (2, 2, 1, 2), 0), (3, 2, (4, 1, 2, 2), 0)])
 def test_bounds_are_below_the_best_of_all_tables(case: tuple[int, int, tuple[int, int, int, int], int]) -> None:
     problem = grouped_problem(*case)
@@ -159,7 +160,7 @@ def free_step(plan: Plan, free: Workload) -> float:
     return step_cost(plan.model_copy(update={"workload": free})).step_s
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_measured_popularity_in_groups() -> None:
     """No table is faster than the bound, and the plan, which is costed for both, is not far from the best."""
     cluster, work = (

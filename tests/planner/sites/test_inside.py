@@ -62,7 +62,7 @@ def shares() -> Iterator[tuple[Configuration, float, float]]:
                 yield configuration, float(proven[0]), float(proven[1])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_no_plan_spends_less_inside_and_some_no_more() -> None:
     best: dict[str, float] = {}
     gained = 0.0
@@ -108,6 +108,7 @@ def _scaled(patch: pytest.MonkeyPatch, name: str, factor: float) -> None:
     patch.setattr(inside, name, lambda *args: factor * right(*args))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MISTAKES[name](monkeypatch)

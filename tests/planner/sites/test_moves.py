@@ -167,7 +167,7 @@ def priced_pairs(seed: int, sites: int, experts: int) -> SiteProblem:
     return replace(priced(random_problem(seed, sites, experts), np.random.default_rng(seed)), goal=DOLLARS)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     "made",
     [

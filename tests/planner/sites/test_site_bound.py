@@ -106,7 +106,7 @@ def proof_of(problem: SiteProblem) -> Proof:
     return prove(Relaxation(problem=problem), search.best.rank[1], max_boxes=40)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", range(2))
 def test_no_random_table_beats_the_bound(seed: int) -> None:
     """Larger than the oracle can do: any evidence on any box must stay below every plan in that box."""
@@ -128,7 +128,7 @@ def test_no_random_table_beats_the_bound(seed: int) -> None:
         assert proven_s(relaxation, root, worse) <= best_s * (1 + 1e-9)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_multipliers_of_one_program_prove_other_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more sites than ``SMALL`` few programs are solved; without the multipliers of others as many boxes prove less."""
     relaxation = Relaxation(problem=random_problem(6, 10, 12))

@@ -66,7 +66,7 @@ def test_the_closed_form_equals_the_models_on_ranks(name: str, seed: int) -> Non
         assert over_sites[1].parts_bytes == pytest.approx(memory.parts_bytes, rel=1e-12)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("name", "inside", "seed"), [(name, inside, inside) for name in CODECS for inside in (1, 2)])
 def test_search_bound_and_check_agree_with_all_tables(name: str, inside: int, seed: int) -> None:
     problem = coded(random_problem(seed, sites=2, experts=3, inside=inside), name)

@@ -66,7 +66,7 @@ def losses(plan: Plan) -> float:
     return sum(max(gate.relative, 0.0) for codecs in plan.codecs.values() for gate in codecs.gates.values())
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(("seed", "quantile", "max_loss"), [(1, 0.5, LOSSES[0]), (2, 1.0, LOSSES[0]), (3, 1.0, LOSSES[1])])
 def test_scenarios_against_every_plan_with_every_codec(seed: int, quantile: float, max_loss: float) -> None:
     cluster, workload = given(seed)
@@ -81,7 +81,7 @@ def test_scenarios_against_every_plan_with_every_codec(seed: int, quantile: floa
     assert made.plan.predicted.step == pytest.approx(evaluate(made.plan)[0].step_s, rel=1e-12)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_scenarios_within_a_loss_beside_those_with_each_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, workload = given(1, 3, 4)
     scenarios = planner.interval_scenarios(cluster, 0.5, draws=1)

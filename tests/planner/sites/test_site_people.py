@@ -214,7 +214,7 @@ def test_upgrades_have_as_many_connections_as_they_need() -> None:
     assert asked[0].planned_anew_s == pytest.approx(first.as_it_is_s)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("memory", ["38 MB", "46 MB"])
 def test_with_more_memory_less_is_computed_again(memory: str) -> None:
     """As planned for a cluster that has it: of equal sites the integer program's plan is the best."""

@@ -98,12 +98,12 @@ def test_memory_that_forbids_copies_is_respected() -> None:
     planner.check(tight)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_sites_of_several_levels() -> None:
     """Planned site by site, too, with rules or without; faster than equal domains here."""
     rng = np.random.default_rng(17)
     cluster, workload = uneven_cluster(rng, 5, 2, nodes=(2,)), small_workload(rng, 12)
-    made = planner.plan(cluster, workload, time_limit_s=2)
+    made = planner.plan(cluster, workload, time_limit_s=6)
     planner.check(made)
     domains = planner.plan_domains(cluster, workload)
     assert made.solver is not None and made.prediction is not None and domains.prediction is not None
@@ -131,7 +131,7 @@ def test_bad_profiles(change: object, message: str) -> None:
         build(Cluster, data, "test")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("seed", range(3))
 def test_few_tables_are_all_tried_for_several_plans_too(seed: int) -> None:
     rng = np.random.default_rng(seed)

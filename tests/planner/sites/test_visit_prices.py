@@ -311,7 +311,7 @@ def many_sites(number: int, kinds: int | None = None) -> SiteProblem:
     return site_problem(access_cluster(number, rates, gpus=8, memory="80 GB"), workload)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("sites", "kinds", "limit_s", "looked_for"),
     [(400, None, 10, True), (400, 10, 10, True), (400, 10, 1, False), (400, 1, 10, False), (300, None, 10, False)],

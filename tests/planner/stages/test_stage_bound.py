@@ -38,7 +38,7 @@ SHORT_GRADIENTS = tuple(
 )
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("first", range(0, 400, 50))
 def test_no_pipeline_is_below_it(first: int) -> None:
     """Not even the busiest of its links, or its busiest stage."""
@@ -90,7 +90,7 @@ def uneven(rng: np.random.Generator, cluster: Cluster) -> Cluster:
     return build(Cluster, given, "uneven")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("first", range(0, 30, 10))
 def test_no_plan_for_some_of_the_sites_is_below_theirs(first: int) -> None:
     """In stages or without, for every choice of sites that can share the batch."""

@@ -44,6 +44,7 @@ def loss_of(plan: PipelinePlan | Plan) -> float:
     return sum(max(gate.relative, 0.0) for codecs in plan.codecs.values() for gate in codecs.gates.values())
 
 
+@pytest.mark.turns(4)
 def test_near_the_best_of_all_pipelines_with_all_codecs() -> None:
     nominal, *scenarios = (uneven_cluster(seed, 3, 1) for seed in range(10, 13))
     workload = layered_workload(3, micro_batches=2, micro_batch_size=1)

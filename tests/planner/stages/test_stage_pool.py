@@ -61,7 +61,7 @@ def every_with_its_stages(held: PipelinePlan) -> Iterator[PipelinePlan]:
             yield plan
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("seed", [0, 1, 3])
 def test_near_the_best_of_all_with_the_same_stages(seed: int) -> None:
     held = random_pipeline(seed, least_stages=2)
@@ -72,6 +72,7 @@ def test_near_the_best_of_all_with_the_same_stages(seed: int) -> None:
         assert min(at(one.plan, factor) for one in made) <= best_s * 1.01 < at(held, factor)
 
 
+@pytest.mark.turns(3)
 def test_each_pays_in_its_range_and_nothing_moves() -> None:
     held = tight(random_pipeline(1, least_stages=2))
     made = pool_of(held)

@@ -41,13 +41,13 @@ def test_a_step_costs_its_bytes_and_its_ranks(seed: int) -> None:
     assert free.step_usd == 0 and free.times.step_s == found.times.step_s
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("kind", ["pairs", pytest.param("access", marks=pytest.mark.slow)])
 def test_the_cheapest_pipeline_costs_no_more_than_the_fastest(kind: str) -> None:
     cluster = priced(sites_cluster(np.random.default_rng(3), 5, 2, kind), 3, rent="0.01 $/h")
     workload = layered_workload(6)
-    fastest = plan_pipeline(cluster, workload, time_limit_s=1.5)
-    cheapest = plan_pipeline(cluster, workload, StageWishes(goal=CHEAPEST), time_limit_s=1.5)
+    fastest = plan_pipeline(cluster, workload, time_limit_s=5)
+    cheapest = plan_pipeline(cluster, workload, StageWishes(goal=CHEAPEST), time_limit_s=5)
     assert fastest.prediction is not None and fastest.prediction.cost is not None
     assert cheapest.prediction is not None and cheapest.prediction.cost is not None and cheapest.solver is not None
     # Ranks cost next to nothing here, so bytes go where they are cheap.
@@ -55,7 +55,7 @@ def test_the_cheapest_pipeline_costs_no_more_than_the_fastest(kind: str) -> None
     assert cheapest.solver.minimised is Objective.DOLLARS and cheapest.solver.cost_bound is not None
     assert cheapest.solver.cost_bound < cheapest.prediction.cost
     budget = 0.5 * (cheapest.prediction.cost + fastest.prediction.cost)
-    within = plan_pipelines(cluster, workload, StageWishes(goal=Goal(budget_usd=budget)), 3, time_limit_s=1.5)[0]
+    within = plan_pipelines(cluster, workload, StageWishes(goal=Goal(budget_usd=budget)), 3, time_limit_s=5)[0]
     assert within.prediction is not None and within.prediction.cost is not None and within.prediction.cost <= budget * (1 + 1e-5)
     assert within.prediction.step >= fastest.prediction.step * (1 - 1e-3)
     assert within.solver is not None and within.solver.budget == pytest.approx(budget)

@@ -38,7 +38,7 @@ def drawn(seeds: range, sites: int) -> list[Cluster]:
     return [uneven_cluster(seed, sites, 1) for seed in seeds]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_never_worse_than_the_plan_for_the_nominal_rates(quantile: float) -> None:
     nominal, *scenarios = drawn(range(4), 4)
@@ -80,7 +80,7 @@ def test_the_best_at_the_quantile_is_taken(monkeypatch: pytest.MonkeyPatch, quan
     assert quantile < 1 or len(costed_in) < 0.9 * 20 * 25 * 8
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_near_the_best_of_all_at_the_quantile() -> None:
     nominal, *scenarios = drawn(range(10, 13), 3)
     workload = layered_workload(3, micro_batches=2, micro_batch_size=1)
@@ -171,7 +171,7 @@ def test_an_interrupt_before_there_is_a_plan_ends_it(monkeypatch: pytest.MonkeyP
         staged_for_scenarios(cluster, layered_workload(1), interval_scenarios(cluster, 0.2), StageWishes(), time_limit_s=1)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("throughput", "stages"), [("30 TFLOPS", True), ("0.01 TFLOPS", False)])
 def test_with_or_without_stages(throughput: str, stages: bool) -> None:
     """Where computation is all that counts, what stages save is less than their bubble."""

@@ -124,7 +124,7 @@ NEAR = [(3, 2), (3, 9), (3, 14), (3, 23), (4, 1), (4, 15)]
 """(sites, seed): of even sites, uneven links and links per pair; in the first nothing is possible."""
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(("num_sites", "seed"), NEAR)
 def test_a_pipeline_keeps_random_rules_and_is_near_the_best_that_does(num_sites: int, seed: int) -> None:
     found_s, best_s = best_step_s(num_sites, seed, random_rules(np.random.default_rng(seed), num_sites))
