@@ -17,7 +17,7 @@ from planner.pool import PooledPlan, plan_pool
 from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
 from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
-from planner.stages.costs import expected_over
+from planner.stages.costs import expected_over, fullest_of
 from planner.stages.difference import PipelineDifference, compare_pipelines
 from planner.stages.explain import PipelineAlternative, PipelineExplanation, explain_pipeline
 from planner.stages.fewer import least_of_any, sites_that_pay
@@ -61,6 +61,7 @@ __all__ = [
     "expected_s",
     "explain",
     "explain_pipeline",
+    "fullest_of",
     "interval_scenarios",
     "least_of_any",
     "load_constraints",

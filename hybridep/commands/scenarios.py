@@ -21,6 +21,7 @@ from hybridep.topology import Cluster
 from hybridep.units import format_seconds
 
 if TYPE_CHECKING:
+    from planner.memory import MemoryUse
     from simulator.fabric_file import FabricFile
     from simulator.many_steps import RoutingOfStep, RunResult
     from simulator.report import Report
@@ -123,16 +124,26 @@ class Outcome:
     """What all steps take, where the scenario has a course."""
     not_met: tuple[str, ...]
     """In words, what the scenario has in store after its end."""
+    memory: MemoryUse | None
+    """Of the plan's fullest rank, which may have less; None where that is not computed."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         run = {} if self.run is None else {"run": self.run.as_dict()}
-        return {**self.report.as_dict(), "plan_digest": self.plan.digest, "not_met": list(self.not_met), **run}
+        memory = self.memory and {
+            "bytes": self.memory.fullest_bytes,
+            "capacity_bytes": self.memory.capacity_bytes,
+            "fullest_rank": self.memory.fullest_name,
+            "fits": self.memory.fits,
+        }
+        own = {"plan_digest": self.plan.digest, "memory": memory, "not_met": list(self.not_met)}
+        return {**self.report.as_dict(), **own, **run}
 
 
 def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None] | None = None) -> Outcome:
     """Simulate the first step beside its baselines, and then the whole run where it has more. progress: of the first step, as
     `simulator.report.simulate`."""
+    from planner import fullest_of
     from simulator.many_steps import Course, simulate_run
 
     informed, routing = routing_of(scenario)
@@ -162,7 +173,8 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
         )
     end_s = run.total_s if run is not None else report.step.step_s
     lost = [f"{loss.site} is lost at {format_seconds(loss.at)}" for loss in scenario.course.in_order if loss.at >= end_s]
-    return Outcome(plan=plan, report=report, run=run, not_met=(*scenario.conditions.from_s(end_s), *lost))
+    not_met = (*scenario.conditions.from_s(end_s), *lost)
+    return Outcome(plan=plan, report=report, run=run, not_met=not_met, memory=fullest_of(plan))
 
 
 def _first_step(

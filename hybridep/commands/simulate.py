@@ -13,6 +13,7 @@ from hybridep.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from planner.memory import MemoryUse
     from simulator.many_steps import RunResult
     from simulator.report import Report
     from simulator.scenario import Point, Scenario
@@ -117,6 +118,8 @@ def _one(scenario: Scenario, trace: Path | None, as_json: bool) -> None:
         emit(result.as_dict())
         return
     _show(result.report)
+    if result.memory is not None:
+        click.echo(_memory_text(result.memory))
     if result.run is not None:
         _show_run(result.run)
     if result.not_met:
@@ -139,6 +142,15 @@ def _sweep(grid: Sequence[tuple[Point, Scenario]], table: Path, jobs: int | None
             click.echo("  ".join(shown(row)))
         click.echo(f"{counted(len(rows), 'point')} in {table}" + (f", {len(failed)} failed" if failed else ""))
     return 2 if failed else 0
+
+
+def _memory_text(memory: MemoryUse) -> str:
+    from hybridep.units import format_bytes
+
+    needs, has = format_bytes(memory.fullest_bytes), format_bytes(memory.capacity_bytes)
+    if memory.fits:
+        return f"memory of the fullest rank ({memory.fullest_name}): {needs} of {has}"
+    return f"does not fit: {memory.fullest_name} needs {needs} of memory and has {has}; simulated as if it had enough"
 
 
 def _show_run(run: RunResult) -> None:

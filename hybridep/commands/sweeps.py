@@ -89,14 +89,14 @@ def as_data(row: Row) -> dict[str, Any]:
 
 def shown(row: Row) -> list[str]:
     """A row for people: its point, and what came of it but for what tables keep for later."""
-    point, kept = json.loads(row[_POINT])["point"], (_POINT, "largest_cut", "plan_digest", "wall_s")
-    cells = [(name, value) for name, value in row.items() if value and name not in kept]
+    point, kept = json.loads(row[_POINT])["point"], (_POINT, "largest_cut", "plan_digest", "memory_bytes", "wall_s")
+    cells = [(name, value) for name, value in row.items() if value and name not in kept and (name, value) != ("fits", "true")]
     return [f"{name} {value}" if name in point else _cell(name, value) for name, value in cells]
 
 
 def _cell(name: str, value: str) -> str:
     number = _number(value)
-    if not isinstance(number, int | float):
+    if isinstance(number, bool) or not isinstance(number, int | float):
         return f"{name} {value}"
     return f"{name.removesuffix('_s')} {format_seconds(number)}" if name.endswith("_s") else f"{name} {number:.4g}"
 
@@ -159,6 +159,8 @@ def _simulate(scenario: Scenario) -> Row:
         "plan_digest": result["plan_digest"],
         "wall_s": result["wall_s"],
     }
+    if result["memory"] is not None:
+        columns |= {"memory_bytes": result["memory"]["bytes"], "fits": result["memory"]["fits"]}
     if "run" in result:
         columns |= {"run_s": result["run"]["total_s"], "plans": len(result["run"]["plans"])}
     return {name: _text(value) for name, value in columns.items()}

@@ -11,9 +11,9 @@ from hybridep.plan import Prediction
 from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from planner.cost import StepCost
-from planner.evaluate import evaluate, expected_s
+from planner.evaluate import MOST_RANKS, evaluate, expected_s
 from planner.goal import Worth
-from planner.memory import MemoryUse
+from planner.memory import MemoryUse, memory_use
 from planner.plans import BASELINES, dollars, seconds
 from planner.price import egress_usd, step_usd
 from planner.stages.inside import Inside, Room, Store, placed, with_fewest_again
@@ -96,6 +96,15 @@ def expected_over(plan: AnyPlan, cluster: Cluster, store: Store | None = None) -
     if isinstance(plan, PipelinePlan):
         return costed(plan.at_rates(cluster), store=store).times.step_s
     return expected_s(plan.model_copy(update={"cluster": cluster}))
+
+
+def fullest_of(plan: AnyPlan) -> MemoryUse | None:
+    """What the fullest rank keeps, in stages or not, whether it has room or not; None for plans of over ``MOST_RANKS`` together,
+    whose arrays would take gigabytes."""
+    together = plan.plans if isinstance(plan, PipelinePlan) else (plan,)
+    if max(one.cluster.num_gpus for one in together) > MOST_RANKS:
+        return None
+    return costed(plan).fullest if isinstance(plan, PipelinePlan) else memory_use(plan)
 
 
 def pipeline_egress_usd(plan: PipelinePlan, inside: Sequence[Inside]) -> float:

@@ -325,6 +325,27 @@ def test_a_pipeline_that_does_not_fit_is_said_beside_the_rest(
     assert "  pipeline: does not fit: no number of stages" in shown and "  full_gather: " in shown
 
 
+def test_plans_without_room_are_simulated_and_it_is_said(
+    scenario: Callable[..., object], inputs: Inputs, call: Call, tmp_path: Path
+) -> None:
+    path = inputs.folder / "plan.yaml"
+    for stages in ((), ("--stages", "2")):
+        made = call("plan", inputs.cluster, inputs.workload, "-o", path, "--time-limit", 1, "--json", *stages)
+        known = call("simulate", path, "--json").json["memory"]
+        assert known["bytes"] == made.json["memory_bytes"] and known["fits"] and known["capacity_bytes"] == 2**30
+    assert f"memory of the fullest rank ({known['fullest_rank']}): " in call("simulate", path).out
+    least = ("plan: ep", "overrides: [gpu.memory=1 KB]")
+    lacking = call("simulate", scenario(*least), "--json")
+    assert lacking.code == 0 and lacking.json["step_s"] > 0 and not lacking.json["memory"]["fits"]
+    assert "does not fit: dc0/gpu0 needs " in call("simulate", scenario(*least)).out
+    grid = scenario("plan: ep", "grid: {cluster.gpu.memory: [1 KB, 1 GB]}")
+    rows = call("simulate", grid, "--out", tmp_path / "table.csv", "--json").json["rows"]
+    assert [row["fits"] for row in rows] == [False, True]
+    assert rows[0]["memory_bytes"] == pytest.approx(lacking.json["memory"]["bytes"], rel=1e-8)
+    lines = call("simulate", grid, "--out", tmp_path / "table.csv").out.splitlines()
+    assert lines[0].endswith("  fits false") and "fits" not in lines[1]
+
+
 def test_a_link_that_stays_cut_is_the_users(scenario: Callable[..., object], call: Call) -> None:
     result = call("simulate", scenario("plan: ep", "conditions: {changes: [{links: 'dc0 up', factor: 0}]}"))
     assert result.code == 2 and "waits for a cut link: dc0 up" in result.err
