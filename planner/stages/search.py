@@ -116,7 +116,7 @@ def plan_pipelines(
         cheapest = f"{format_dollars(found[0].step_usd)} (a step of {format_seconds(found[0].times.step_s)})"
         raise InfeasibleError(
             f"pipeline over {cluster.name}: none was found that costs at most {format_dollars(goal.budget_usd)} per step: the "
-            f"cheapest costs {cheapest}; raise --budget"
+            f"cheapest costs {cheapest}; raise --budget, or --time-limit"
         )
     took_s = elapsed_s() - asked_s
     try:

@@ -31,6 +31,7 @@ def mutated(plan: Plan, path: str, value: Any) -> Plan:
     return build(Plan, data, "edited.yaml")
 
 
+@pytest.mark.turns(2)
 def test_every_plan_of_the_planner_is_accepted() -> None:
     rng = np.random.default_rng(5)
     for index in range(16):

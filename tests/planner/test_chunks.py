@@ -109,7 +109,7 @@ def test_parts_that_do_not_fit_the_memory_are_left_out() -> None:
     assert found
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_numbers_of_parts_that_are_not_possible_are_left_out() -> None:
     """Memory has no room for parts, or none for tokens in one piece, or the budget has none for these, which take longer."""
     for length, memory_mb, room_for in ((4, 11.75, {1}), (16, 13.25, {2, 4}), (16, 12.8, set())):

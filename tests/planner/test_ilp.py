@@ -51,6 +51,7 @@ def test_random_numbers_agree_with_enumeration(solver: str, seeds: range) -> Non
         assert outcomes.count(kind) >= len(seeds) // 50, {kind: outcomes.count(kind) for kind in set(outcomes)}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_small_clusters_agree_with_enumeration(solver: str) -> None:
     """Real costs and memory, with a capacity between what the leanest and the fastest configuration need; the oracle looks
@@ -135,6 +136,7 @@ def test_a_search_without_time_says_so(solver: str) -> None:
     assert caught.value.exit_code == 4
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_a_search_without_time_falls_back_to_one_configuration(solver: str) -> None:
     problem = hard_problem(400e9)

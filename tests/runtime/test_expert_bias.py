@@ -79,6 +79,7 @@ def excess(changes: dict[str, Any]) -> float:
     return sum(loads) / len(loads)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_it_makes_loads_even(scores: str) -> None:
     without = excess({"score_function": scores})

@@ -112,6 +112,7 @@ def checkpoint_of(folder: Path) -> Path:
     return folder / "checkpoints" / f"step-{STEPS:08d}"
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_trained_on_and_written_is_the_model_of_one_process(trained: dict[str, Path], tmp_path: Path, name: str) -> None:
     folder, workload = tmp_path / "public", plan_of(name).workload

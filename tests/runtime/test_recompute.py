@@ -78,6 +78,7 @@ def step_flops(name: str, recompute: Recompute) -> int:
     return int(counter.get_total_flops())
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("recompute", AGAIN, ids=str)
 @pytest.mark.parametrize("name", [*MODELS, "top2-shared", "drop-padded"])
 def test_what_computes_again_takes_as_many_flops_as_plans_count(name: str, recompute: Recompute) -> None:
@@ -213,6 +214,7 @@ def test_each_layer_computes_again_what_its_plan_says(pools: Pools, seed: int) -
 CODED = (("dc", (("tokens", "int8"), ("gradients", "bf16"))),)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "case",
     [

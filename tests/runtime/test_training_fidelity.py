@@ -121,6 +121,7 @@ def test_the_complete_cross_of_factors_equals_the_reference(pools: TrainingPools
 BIASED = Case(sizes=(2, 2), domains=(1, 2), model="top4-tied-gqa", micro_batches=2)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("recompute", [Recompute.NOTHING, BOTH], ids=["once", "again"])
 def test_biases_are_the_same_to_the_bit(pools: TrainingPools, recompute: Recompute) -> None:
     """Those of the single process, at all ranks, though they follow the choices of all. They change what is chosen."""

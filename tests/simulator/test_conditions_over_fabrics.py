@@ -139,6 +139,7 @@ def test_a_new_plan_is_judged_over_the_fabric() -> None:
     assert stays.seconds(Happening.REPLAN) == 0
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("name", ["mesh", "wide mesh", "hub", "hub at a site", "ring, both ways", "trunks"])
 def test_planning_knows_the_fabric_as_it_is(name: str, pairs: bool) -> None:

@@ -33,6 +33,7 @@ def test_a_thousand_random_networks_are_max_min_fair_and_conserve_bytes(block: i
         np.testing.assert_allclose(run.network.link_busy_s, last_s, rtol=1e-12)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("block", range(4))
 def test_flows_that_end_one_by_one_end_when_they_should(block: int, weighted: bool) -> None:
@@ -149,6 +150,7 @@ def test_many_flows_that_end_at_once(seed: int) -> None:
     np.testing.assert_allclose(run.end_s, fluid_end_s(capacity, paths, weights, sizes), rtol=1e-7)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("tolerance", [0.001, 0.005, 0.02])
 @pytest.mark.parametrize("seed", range(8))
 def test_times_are_exact_for_sizes_within_the_tolerance(seed: int, tolerance: float) -> None:

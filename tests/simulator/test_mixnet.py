@@ -158,6 +158,7 @@ def step(plan: Plan, routing: Routing, **settings: Any) -> StepResult:
     return simulate_step(plan, routing, fabric=mixnet(**settings))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("allocation", "delay_ms"),
     [("matching", 0.3), ("matching", 1.0), ("paper", 1.7), ("matching", 2.0), ("simulator", 2.6), ("matching", 40.0)],

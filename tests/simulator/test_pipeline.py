@@ -324,6 +324,7 @@ def test_coding_activations_is_computation(slow: int | None, times: int) -> None
     assert found.step_s == pytest.approx(times * (ACTIVATION_BYTES / 20e3 + ACTIVATION_BYTES / 50e3), rel=1e-3)
 
 
+@pytest.mark.turns(2)
 def test_links_and_computation_may_vary_within_a_step() -> None:
     plan = make_plan(4, 2, num_layers=9, micro_batches=2)
     pipeline = cut(plan, 2, Baseline.EP)
@@ -371,7 +372,7 @@ def test_a_run_in_stages_goes_on_when_a_site_is_lost() -> None:
     assert moved.as_dict()["plans"] == [pipeline.digest, anew(plan.cluster).digest] and moved.simulated_steps == 2
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_the_fastest_of_all_choices_counts() -> None:
     for latency_s in (0.0, 0.02):
         plan = make_plan(4, 2, num_layers=9, micro_batches=2, latency_s=latency_s)

@@ -40,6 +40,7 @@ def grouped_problem(seed: int, sites: int, shape: tuple[int, int, int, int], ins
     return replace(problem, workload=grouped(problem.workload, *shape))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_costs_are_those_of_the_models_on_ranks(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -125,7 +126,7 @@ def test_deepseek_v3_is_bounded_closely() -> None:
     assert (near[whole[1:5]] < 0.99 * free[1:5]).all() and near[32] < 0.76 * free[1]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("case", [(0, 2, (2, 2, 1, 2), 2), (1, 2, (2, 2, 1, 2), 0), (3, 2, (4, 1, 2, 2), 0)])
 def test_bounds_are_below_the_best_of_all_tables(case: tuple[int, int, tuple[int, int, int, int], int]) -> None:
     problem = grouped_problem(*case)
@@ -141,7 +142,7 @@ def test_bounds_are_below_the_best_of_all_tables(case: tuple[int, int, tuple[int
     assert 0.2 * found[2] < prove(Relaxation(problem=problem), found[2], max_boxes=40).bound_s <= found[2] * (1 + 1e-9)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_plans_know_of_groups() -> None:
     """A plan between uneven sites: what it claims is so, two searches find the same, and the plan that is made without knowing of
     groups is no better."""

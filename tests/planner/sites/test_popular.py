@@ -130,7 +130,7 @@ def bad_plan(problem: SiteProblem, popularity: Shares) -> Plan:
     return max(known, key=lambda plan: step_cost(plan).step_s)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_bound_as_if_all_were_alike_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it matters that fewer tokens need the least popular; whatever is left out, no table is faster than the bound."""
     lies = 0

@@ -162,7 +162,7 @@ SIDE_BY_SIDE: dict[str, tuple[Callable[[], SiteProblem], int]] = {
 }
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", SIDE_BY_SIDE)
 def test_boxes_side_by_side_are_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, variables = SIDE_BY_SIDE[name]

@@ -196,6 +196,7 @@ def narrow_ones(relaxation: Relaxation, case: Case) -> Iterator[tuple[Box, Box |
         yield box, narrowed(relaxation, box, case.step_s * CLOSE)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("variables", [600, 0])
 def test_no_plan_is_faster_than_its_own_box(monkeypatch: pytest.MonkeyPatch, variables: int) -> None:
     """Whether the program tells homes apart or not; it is tight where it matters: in the mean little of a step is not proven."""
@@ -337,7 +338,7 @@ MUTATIONS: dict[str, Change] = {
 } | {f"{side} ends too early": shortened(side) for side in SIDES}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_box_is_caught_by_its_own_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lp, "MOST_VARIABLES", 0)

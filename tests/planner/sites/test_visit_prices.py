@@ -332,7 +332,7 @@ def test_prices_are_looked_for_among_many_sites_that_are_not_equal(
     assert bool(asked) == looked_for
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_many_different_sites_are_bounded_more_closely() -> None:
     """Than by programs over merged sites, with fewer boxes; and a planner uses prices there."""
     problem = many_sites(400)
@@ -349,6 +349,7 @@ def test_many_different_sites_are_bounded_more_closely() -> None:
     assert 1.05 * bounds_s[1] < solved.bound_s <= solved.found.rank[1]
 
 
+@pytest.mark.turns(2)
 def test_prices_are_added_where_least_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the proof made anew with them, until that no longer helps, is interrupted, or there is too little time."""
     problem = many_sites(400)

@@ -38,6 +38,7 @@ def sketched(candidates: Candidates, plan: PipelinePlan) -> float:
 SLOWLY = {"coding": {"tokens": {"int8": {"encode": "0.5 GB/s", "decode": "0.5 GB/s"}}}}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("codecs", [{}, {"dc": {"activations": "int8"}}], ids=["exact", "coded"])
 def test_sketches_are_near_what_is_walked(codecs: dict[str, Any]) -> None:
     ratios = []

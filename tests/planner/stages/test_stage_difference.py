@@ -106,6 +106,7 @@ def test_with_and_without_stages() -> None:
     )
 
 
+@pytest.mark.turns(2)
 def test_equally_fast_where_switching_pays() -> None:
     """Between the two sides of the factor the other plan is the faster one; nearer to 1 it is not."""
     found = 0

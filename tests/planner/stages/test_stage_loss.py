@@ -52,6 +52,7 @@ def steps_s(plan: PipelinePlan, choices: list[Codecs]) -> list[float]:
     return [one.times.step_s for one in made if one.fits]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_codecs_that_are_not_looked_at_are_never_better(seed: int) -> None:
     rng, plan = np.random.default_rng(seed), random_pipeline(seed, least_stages=2)

@@ -59,7 +59,7 @@ def test_near_the_best_of_all_pipelines_with_all_codecs() -> None:
     assert loss_of(found.plan) <= LOSS and found.plan.codecs
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_never_worse_than_the_nominal_one_within_the_loss(quantile: float) -> None:
     nominal, *scenarios = (uneven_cluster(seed, 4, 1) for seed in range(4))

@@ -97,7 +97,7 @@ def test_each_pays_in_its_range_and_nothing_moves() -> None:
     assert [one.plan.digest for one in pool_of(held)] == [one.plan.digest for one in made]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_codecs_of_each_are_those_that_are_best_within_the_loss() -> None:
     held, most = random_pipeline(6, least_stages=2), 0.005
     exact, coded = pool_of(held), pool_of(held, StageWishes(max_loss=most))

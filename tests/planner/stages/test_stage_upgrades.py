@@ -117,7 +117,7 @@ def test_a_plan_that_does_not_fit() -> None:
         assert one.present_s == pytest.approx(step_s(lacking), rel=1e-12) and one.planned_anew_s == one.as_it_is_s
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_planned_anew_as_a_search_for_that_cluster_finds(found: PipelinePlan, upgrades: list[Upgrade]) -> None:
     for one in upgrades[:2]:
         cluster = with_double(found, one.name).cluster

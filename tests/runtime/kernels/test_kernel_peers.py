@@ -79,6 +79,7 @@ def expert(e: int, x: Tensor, scale: Tensor) -> Tensor:
     return torch.tanh(x * scale[e]) + e
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_forward_and_backward_equal_a_single_process(multiple: int, compiled_kernels: Path) -> None:
     """Two passes over one domain, so that the second meets what the first left behind."""
