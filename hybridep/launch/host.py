@@ -69,12 +69,16 @@ def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
         os._exit(1)
 
 
+def adopt_orphans(adopt: bool) -> None:
+    """Whether processes below this one whose parents end become its children, instead of process 1's."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
 def supervise(argv: Sequence[str], parent_pid: int) -> int:
     """Run a command and return its exit code (128 + n for signal n); whatever it has started ends with it, and with the
     parent of this process: also what has put itself in the background."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # Orphans become this process's children instead of escaping to process 1.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans(True)
     die_with_parent(parent_pid, signal.SIGTERM)
     command = subprocess.Popen(argv)
     try:

@@ -53,14 +53,19 @@ def in_namespace(path: str, work: Callable[[], Result]) -> Result:
     """Run ``work()`` inside the network namespace at ``path``, in a thread of its own: setns moves one thread only."""
 
     def enter() -> Result:
-        namespace = os.open(path, os.O_RDONLY)
-        try:
-            _libc_call("setns", namespace, _CLONE_NEWNET)
-        finally:
-            os.close(namespace)
+        enter_namespace(path)
         return work()
 
     return _in_thread(enter)
+
+
+def enter_namespace(path: str) -> None:
+    """Move this thread, and those that it starts from now on, into the network namespace at ``path``."""
+    namespace = os.open(path, os.O_RDONLY)
+    try:
+        _libc_call("setns", namespace, _CLONE_NEWNET)
+    finally:
+        os.close(namespace)
 
 
 def add_bridge(address: str, prefix_length: int) -> None:

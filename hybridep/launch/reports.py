@@ -74,6 +74,12 @@ class ReportReader:
         self._selector.register(file, selectors.EVENT_READ, sender)
         self._partial[sender] = b""
 
+    def pipe(self, sender: int) -> int:
+        """The end of a new pipe into which the sender writes, to be closed here once the sender has it."""
+        read_end, write_end = os.pipe()
+        self.add(sender, read_end)
+        return write_end
+
     def start(
         self,
         sender: int,
@@ -82,7 +88,6 @@ class ReportReader:
         log: Path,
         *,
         environment: Mapping[str, str] | None = None,
-        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
         """Start ``COMMAND PARENT_PID REPORT_FILE_DESCRIPTOR ARGUMENTS``, which prints into ``log``, and read what it reports."""
         read_end, write_end = os.pipe()
@@ -91,7 +96,7 @@ class ReportReader:
                 process = subprocess.Popen(
                     [*command, str(os.getpid()), str(write_end), *arguments],
                     env=child_environment(environment),
-                    stdin=stdin,
+                    stdin=subprocess.DEVNULL,
                     stdout=stream,
                     stderr=stream,
                     pass_fds=(write_end,),

@@ -1,14 +1,10 @@
-"""One rank: joins the others, trains (or measures), and reports. Runs as a process of its own or inside a Ray actor.
-
-python -m hybridep.launch.worker PARENT_PID REPORT_FILE_DESCRIPTOR JOB_FILE RANK DC ADDRESS
-"""
+"""One rank: joins the others, trains (or measures), and reports. Runs in a process of its own or inside a Ray actor."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,8 +12,8 @@ from pathlib import Path
 
 from hybridep.config import build, require_writable, write_text
 from hybridep.errors import HybridEPError, TransportError, WorkerLostError
-from hybridep.launch.host import die_with_parent, interface_of
-from hybridep.launch.reports import Rendezvous, Report, ReportWriter
+from hybridep.launch.host import interface_of
+from hybridep.launch.reports import Rendezvous, Report
 from hybridep.launch.worker_group import Failed, FailureKind, Finished, Started, Stepped
 from hybridep.pipeline import AnyPlan, build_plan
 from hybridep.run import Run, StepReport
@@ -154,22 +150,3 @@ def _keep_traceback(job: Job, rank: int) -> None:
             traceback.print_exc(file=stream)
     except OSError:
         traceback.print_exc()
-
-
-def main() -> None:
-    """Entry point of a rank that is a process of its own."""
-    parent, file, job_file, rank_text, dc, address = sys.argv[1:]
-    die_with_parent(int(parent))
-    job, rank = Job.from_json(Path(job_file).read_text(encoding="utf-8")), int(rank_text)
-
-    def meet() -> Rendezvous:
-        return Rendezvous(**json.loads(sys.stdin.readline()))
-
-    run_rank(job, rank, dc=dc, address=address, report=ReportWriter(int(file)), meet=meet)
-    sys.stdout.flush()
-    # A failed exchange leaves threads of gloo behind that nothing can join.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
