@@ -86,14 +86,16 @@ class LocalGroup:
                 os.write(file, json.dumps(asdict(place)).encode() + b"\n")
 
     def _died(self, rank: int) -> Failed:
-        pid, output = self._pids.get(rank), f"(its output: {self._job.log(rank)})"
+        pid, log = self._pids.get(rank), self._job.log(rank)
         if pid is None:
-            return Failed(rank=rank, kind=FailureKind.DIED, why=f"its process ended before it began {output}")
+            # What forks the ranks writes into that of the first.
+            log = log if log.stat().st_size else self._job.log(0)
+            return Failed(rank=rank, kind=FailureKind.DIED, why=f"its process ended before it began (its output: {log})")
         code = self._exit_code(pid)
         if code is None:
             return Failed(rank=rank, kind=FailureKind.DIED, why=f"process {pid} closed its reports but has not ended")
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Failed(rank=rank, kind=FailureKind.DIED, why=f"process {pid} {how} {output}")
+        return Failed(rank=rank, kind=FailureKind.DIED, why=f"process {pid} {how} (its output: {log})")
 
     def _exit_code(self, pid: int) -> int | None:
         """Minus the signal that ended it; None if it goes on."""
