@@ -49,6 +49,18 @@ def at_speed(slowness: float) -> AbstractContextManager[None]:
     return timed_by(lambda: time.process_time() * slowness)
 
 
+def times_as_slow() -> float:
+    """This machine, at this moment, beside the one that limits of computation were measured on, which adds a million numbers in
+    0.04 CPU seconds; at least 1."""
+    taken_s = list[float]()
+    for _ in range(5):
+        started_s, total = time.process_time(), 0
+        for number in range(1_000_000):
+            total += number
+        taken_s.append(time.process_time() - started_s)
+    return max(1.0, sorted(taken_s)[2] / 0.04)
+
+
 def text_of(made: Plan) -> str:
     """What a plan file says, but for when it was made, in how much time and by which program."""
     assert made.solver is not None
@@ -78,8 +90,8 @@ def test_a_thousand_equal_sites_plan_in_a_second_and_always_alike() -> None:
         used_s.append(time.process_time() - started_s)
     assert text_of(made[0]) == text_of(made[1])
     assert made[0].solver is not None and made[0].solver.gap < 0.04
-    # A second on the machine it was measured on; twice that for slower ones.
-    assert min(used_s) < 2.0
+    # A second, twice that where measured while other work slows it down.
+    assert min(used_s) < 2.0 * times_as_slow()
 
 
 def test_a_thousand_different_sites_in_one_second() -> None:
@@ -89,7 +101,7 @@ def test_a_thousand_different_sites_in_one_second() -> None:
         made = planner.plan(cluster, workload, time_limit_s=1)
     used_s = time.process_time() - started_s
     assert made.solver is not None and made.prediction is not None
-    assert used_s < 2.0  # what was begun is finished, and the plan is written
+    assert used_s < 2.0 * times_as_slow()  # what was begun is finished, and the plan is written
     cost, memory = evaluate(made)
     assert cost.step_s == pytest.approx(made.solver.objective, rel=1e-9)
     assert memory.fullest_bytes <= cluster.gpu.memory
