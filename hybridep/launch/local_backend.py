@@ -32,7 +32,7 @@ class LocalGroup:
         self._pids: dict[int, int] = {}
         """Of ranks that have begun."""
         self._tell: list[int] = []
-        """[rank]: file descriptors that ranks read from."""
+        """[rank]: file descriptors of what each is told through."""
         self._reader = ReportReader()
         self._settled: set[int] = set()
         """Ranks that have finished or failed in their own words."""

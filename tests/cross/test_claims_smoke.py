@@ -85,7 +85,6 @@ def test_codec_loss(tmp_path: Path) -> None:
     assert float(change[19]["loss"]) == pytest.approx(float(exact[19]["loss"]), rel=1e-3)
 
 
-@pytest.mark.turns(6)
 def test_popular_experts(tmp_path: Path) -> None:
     [row] = rows_of("popular-experts", "rows.csv", tmp_path)
     assert float(row["plan_s"]) < min(float(row["domains_s"]), float(row["unknown_s"]))

@@ -160,7 +160,6 @@ def test_a_run_outlasts_a_lost_site_and_takes_it_back(run_file: Path) -> None:
     run_in_lab(run_file, program)
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize("where", ["", '"--local", "--set", "exchange_timeout=5 s", '], ids=["ray", "local"])
 def test_a_pulled_link_ends_the_run_and_names_the_datacenter(run_file: Path, where: str) -> None:
     program = f"""
