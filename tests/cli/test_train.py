@@ -94,7 +94,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(inputs: Inputs) -> None:
     with subprocess.Popen([*words, *sets], env=child_environment(), stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
             steps = [line["step"] for line in lines(log)] if log.exists() and log.read_text().endswith("\n") else []
-            ranks = [one for one in left_running(inputs) if "hybridep.launch.local_ranks" in one.cmdline()]
+            ranks = [one for one in left_running(inputs) if "hybridep.launch.local_ranks" in one.info["cmdline"]]
             if steps and steps[-1] > last + 12 and len(ranks) == 2:
                 last = int(steps[-1])
                 ranks[len(killed)].kill()
