@@ -1,8 +1,8 @@
 """The ranks of one machine, forked from one process that has imported torch and the runtime once, which takes seconds of a core.
 
-python -m hybridep.launch.local_ranks LAUNCHER_PID JOB_FILE PLACES
+python -m hybridep.launch.local_ranks LAUNCHER_PID JOB_FILE RANKS
 
-It ends once all are forked: the launcher, which adopts orphans meanwhile, is then their parent.
+It ends once all are forked: the launcher (``rank_processes``), which adopts orphans meanwhile, is then their parent.
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ from hybridep.launch.worker import Job, run_rank
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank runs, and the file descriptors by which it and the launcher talk."""
+    """Where a rank runs: the datacenter and address it is at, and the network namespace to enter."""
 
-    rank: int
     dc: str
     address: str
-    namespace: str | None
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The file descriptors by which a rank reports, and is told."""
+
     report: int
     told: int
 
 
-def fork_rank(place: Place, others: list[Place], job: Job, launcher_pid: int) -> None:
+def fork_rank(rank: int, place: Place, files: Files, others: list[Files], job: Job, launcher_pid: int) -> None:
     """Returns in the parent; the child becomes the rank, and ends with its work or with the launcher."""
     parent_pid = os.getpid()
     if os.fork():
@@ -43,8 +48,8 @@ def fork_rank(place: Place, others: list[Place], job: Job, launcher_pid: int) ->
     for other in others:
         os.close(other.report)
         os.close(other.told)
-    log = os.open(job.log(place.rank), os.O_WRONLY | os.O_APPEND)
-    for file, standard in ((place.told, 0), (log, 1), (log, 2)):
+    log = os.open(job.log(rank), os.O_WRONLY | os.O_APPEND)
+    for file, standard in ((files.told, 0), (log, 1), (log, 2)):
         os.dup2(file, standard)
     while os.getppid() == parent_pid:
         time.sleep(0.001)
@@ -56,7 +61,7 @@ def fork_rank(place: Place, others: list[Place], job: Job, launcher_pid: int) ->
     def meet() -> Rendezvous:
         return Rendezvous(**json.loads(sys.stdin.readline()))
 
-    run_rank(job, place.rank, dc=place.dc, address=place.address, report=ReportWriter(place.report), meet=meet)
+    run_rank(job, rank, dc=place.dc, address=place.address, report=ReportWriter(files.report), meet=meet)
     sys.stdout.flush()
     # A failed exchange leaves threads of gloo behind that nothing can join.
     os._exit(0)
@@ -66,7 +71,8 @@ def main() -> None:
     """Entry point."""
     launcher_pid, job_file = int(sys.argv[1]), Path(sys.argv[2])
     die_with_parent(launcher_pid)
-    job, places = Job.from_json(job_file.read_text(encoding="utf-8")), [Place(**one) for one in json.loads(sys.argv[3])]
+    job = Job.from_json(job_file.read_text(encoding="utf-8"))
+    ranks = [(rank, Place(**place), Files(**files)) for rank, place, files in json.loads(sys.argv[3])]
     # What is wrong with them each rank finds by itself, and reports.
     with suppress(Exception):
         import runtime.probe
@@ -75,10 +81,10 @@ def main() -> None:
     # Collections would write to, and so copy, what ranks share.
     gc.collect()
     gc.freeze()
-    for number, place in enumerate(places):
-        fork_rank(place, places[number + 1 :], job, launcher_pid)
-        os.close(place.report)
-        os.close(place.told)
+    for number, (rank, place, files) in enumerate(ranks):
+        fork_rank(rank, place, files, [one[2] for one in ranks[number + 1 :]], job, launcher_pid)
+        os.close(files.report)
+        os.close(files.told)
     os._exit(0)
 
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from hybridep.errors import HybridEPError, UserError
 from hybridep.launch.host import die_with_parent
+from hybridep.launch.local_ranks import Place
+from hybridep.launch.rank_processes import RankProcesses
+from hybridep.launch.ray_placing import Machine, Share, shares_of
 from hybridep.launch.reports import Rendezvous, Report, ReportWriter
-from hybridep.launch.worker import RENDEZVOUS_TIMEOUT_S, Job, failure_of, run_rank
+from hybridep.launch.worker import Job, failure_of
 from hybridep.launch.worker_group import DcLost, Failed, FailureKind, Finished
+from hybridep.run import Device
 
 LABEL = "dc"
 """Node label that names a datacenter."""
@@ -44,38 +47,28 @@ _UNREACHABLE_S = 8.0
 """An actor out of reach is dead, or its node is: Ray knows which after some missed health checks."""
 
 
-class RankActor:
-    """One rank as a Ray actor: trains in one thread while another hands its reports out."""
+class MachineActor:
+    """Some ranks of a job, as processes of the node that this Ray actor is on."""
 
-    def __init__(self) -> None:
-        self._reports: queue.Queue[Report] = queue.Queue()
-        self._places: queue.Queue[Rendezvous] = queue.Queue()
-
-    def run(self, job_text: str, rank: int) -> None:
-        """Train; the failure of a rank is a report, not an exception."""
+    def start(self, job_text: str, ranks: range) -> list[Report]:
+        """Begin to bring them up. A failure is a report, not an exception."""
         dc = str(ray.get_runtime_context().get_node_labels().get(LABEL, ""))
-        run_rank(
-            Job.from_json(job_text),
-            rank,
-            dc=dc,
-            address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-            report=self._reports.put,
-            meet=lambda: self._places.get(timeout=RENDEZVOUS_TIMEOUT_S),
-        )
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        job = Job.from_json(job_text)
+        self._ranks = RankProcesses(job, dict.fromkeys(ranks, Place(dc=dc, address=address)))
+        try:
+            self._ranks.start()
+        except HybridEPError as error:
+            return [failure_of(ranks[0], error, job.log(ranks[0]))]
+        return []
 
     def meet(self, place: Rendezvous) -> None:
-        """Learn where rank 0 listens."""
-        self._places.put(place)
+        """Tell them where rank 0 listens."""
+        self._ranks.meet(place)
 
-    def next_reports(self) -> list[Report]:
+    def poll(self) -> list[Report]:
         """What has happened since the last call; waits a few seconds for something."""
-        found: list[Report] = []
-        try:
-            found.append(self._reports.get(timeout=_LONG_POLL_S))
-            while True:
-                found.append(self._reports.get_nowait())
-        except queue.Empty:
-            return found
+        return self._ranks.poll(_LONG_POLL_S)
 
 
 class Driver:
@@ -83,65 +76,87 @@ class Driver:
 
     def __init__(self, job: Job, report: Callable[[Report], None]) -> None:
         self._job, self._report, self._dcs = job, report, job.dcs
+        self._shares: list[Share] = []
         self._actors: list[Any] = []
-        self._refs: dict[Any, tuple[int, bool]] = {}
-        """Pending call -> (rank, whether it is ``run``)."""
+        """One for each share."""
+        self._refs: dict[Any, int] = {}
+        """Pending call -> the share whose actor it is for."""
         self._left = set(range(len(self._dcs)))
+        """Ranks."""
         self._lost: set[str] = set()
         self._unreachable: dict[int, tuple[float, str]] = {}
-        """Rank -> (since when, why)."""
+        """Share -> (since when, why)."""
 
     def drive(self) -> None:
         """Run until all ranks have finished or failed."""
-        group = self._reserve()
-        actor: Any = ray.remote(RankActor)
-        for rank in range(len(self._dcs)):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-            self._actors.append(actor.options(num_cpus=1, max_concurrency=4, scheduling_strategy=place).remote())
-        text = self._job.to_json()
-        for rank, handle in enumerate(self._actors):
-            self._refs[handle.run.remote(text, rank)] = rank, True
-            self._refs[handle.next_reports.remote()] = rank, False
+        group, text = self._reserve(), self._job.to_json()
+        actor: Any = ray.remote(MachineActor)
+        for number, share in enumerate(self._shares):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            # Its CPUs are the ranks' own. Were they the actor's, Ray would tell each rank to use as many threads.
+            handle = actor.options(num_cpus=0, num_gpus=share.gpus, max_concurrency=4, scheduling_strategy=place).remote()
+            self._actors.append(handle)
+            self._refs[handle.start.remote(text, share.ranks)] = number
         checked_s = time.monotonic()
         while self._left:
             for ref in ray.wait(list(self._refs), timeout=0.2)[0]:
-                self._take(ref, *self._refs.pop(ref))
+                self._take(ref, self._refs.pop(ref))
             if time.monotonic() - checked_s > _NODE_CHECK_S:
                 checked_s = time.monotonic()
                 self._check_nodes()
-                for rank, (since_s, why) in self._unreachable.items():
+                for number, (since_s, why) in self._unreachable.items():
                     if checked_s - since_s > _UNREACHABLE_S:
-                        self._fail(rank, FailureKind.DIED, why)
+                        self._fail(number, FailureKind.DIED, why)
 
     def _reserve(self) -> PlacementGroup:
-        """One CPU per rank on a node of its datacenter. Raises UserError when the cluster has no such place."""
-        wanted = Counter(self._dcs)
+        """What each share needs on a node of its datacenter. Raises UserError when the cluster has no such place."""
         deadline = time.monotonic() + _PLACE_TIMEOUT_S
-        while missing := sorted(set(wanted) - (alive := {dc for dc, is_alive in self._nodes().items() if is_alive})):
+        while missing := self._share_out():
             if time.monotonic() > deadline:
-                found = ", ".join(sorted(alive)) or "none"
-                raise UserError(
-                    f"no Ray node is labelled {LABEL}={missing[0]} (labels found: {found}); start one there with "
-                    f"`ray start --address=... --labels={LABEL}={missing[0]}`"
-                )
+                raise UserError(missing)
             time.sleep(0.5)
+        # Workers of the innermost level are machines of their own, where a site has so many.
         group: PlacementGroup = placement_group(
-            [{"CPU": 1.0}] * len(self._dcs), strategy="PACK", bundle_label_selector=[{LABEL: dc} for dc in self._dcs]
+            [share.resources for share in self._shares],
+            strategy="SPREAD",
+            bundle_label_selector=[{LABEL: share.dc} for share in self._shares],
         )
         try:
             ray.get(group.ready(), timeout=_PLACE_TIMEOUT_S)
         except GetTimeoutError:
-            needs = ", ".join(f"{count} in {dc}" for dc, count in wanted.items())
-            raise UserError(f"Ray has no free CPU for every rank after {_PLACE_TIMEOUT_S:g} s (needed: {needs})") from None
+            needs = ", ".join(dict.fromkeys(f"{_in_words(share.resources)} in {share.dc}" for share in self._shares))
+            raise UserError(f"Ray has no room for every rank after {_PLACE_TIMEOUT_S:g} s (on one node each: {needs})") from None
         return group
 
-    def _nodes(self) -> dict[str, bool]:
-        """Datacenter -> whether a node of it is alive."""
-        alive: dict[str, bool] = {}
+    def _share_out(self) -> str:
+        """Which ranks go to one machine; or what is missing for that, in words."""
+        cluster, nodes, self._shares = self._job.plan.cluster, self._nodes(), []
+        use_gpus, per_site = self._job.run.device is not Device.CPU, cluster.ranks_per_site
+        for number, dc in enumerate(cluster.site_names):
+            machines = nodes.get(dc, [])
+            if not machines:
+                found = ", ".join(sorted(name for name, alive in nodes.items() if alive)) or "none"
+                return (
+                    f"no Ray node is labelled {LABEL}={dc} (labels found: {found}); start one there with "
+                    f"`ray start --address=... --labels={LABEL}={dc}`"
+                )
+            ranks = range(number * per_site, (number + 1) * per_site)
+            shares = shares_of(dc, ranks, min(per_site, cluster.sizes[-1]), machines, use_gpus=use_gpus)
+            if shares is None:
+                has = ", ".join(_in_words({"CPU": one.cpus, "GPU": one.gpus}) for one in machines)
+                return f"{dc}: its Ray nodes have too few CPUs for {per_site} ranks, each of which takes one (nodes there: {has})"
+            self._shares += shares
+        return ""
+
+    def _nodes(self) -> dict[str, list[Machine]]:
+        """Datacenter -> its nodes that are alive."""
+        alive: dict[str, list[Machine]] = {}
         for node in ray.nodes():  # type: ignore[no-untyped-call]
-            dc = node["Labels"].get(LABEL)
+            dc, has = node["Labels"].get(LABEL), node["Resources"]
             if dc is not None:
-                alive[dc] = alive.get(dc, False) or bool(node["Alive"])
+                alive.setdefault(dc, [])
+                if node["Alive"]:
+                    alive[dc].append(Machine(cpus=int(has.get("CPU", 0)), gpus=int(has.get("GPU", 0))))
         return alive
 
     def _check_nodes(self) -> None:
@@ -150,41 +165,45 @@ class Driver:
                 self._lost.add(dc)
                 self._report(DcLost(dc=dc, why="its Ray node is gone or does not answer"))
 
-    def _take(self, ref: Any, rank: int, is_run: bool) -> None:
+    def _take(self, ref: Any, number: int) -> None:
+        """Take the result of a call to a share's actor, and call it again."""
         try:
             result = ray.get(ref)
         except ActorUnavailableError as error:
             why = f"its Ray actor is out of reach: {_first_line(error)}"
-            self._unreachable.setdefault(rank, (time.monotonic(), why))
+            self._unreachable.setdefault(number, (time.monotonic(), why))
             return
         except RayActorError as error:
-            self._fail(rank, FailureKind.DIED, f"its Ray actor is gone: {_death(error)}")
+            self._fail(number, FailureKind.DIED, f"its Ray actor is gone: {_death(error)}")
             return
         except RayError as error:
-            self._fail(rank, FailureKind.ERROR, f"its Ray actor failed: {_first_line(error)}")
-            return
-        if is_run:
+            self._fail(number, FailureKind.ERROR, f"its Ray actor failed: {_first_line(error)}")
             return
         for report in result:
             if isinstance(report, Rendezvous):
-                for handle in self._actors[1:]:
+                for handle in self._actors:
                     handle.meet.remote(report)
                 continue
             if isinstance(report, Finished | Failed):
-                self._left.discard(rank)
+                self._left.discard(report.rank)
             self._report(report)
-        if rank in self._left:
-            self._refs[self._actors[rank].next_reports.remote()] = rank, False
+        if not self._left.isdisjoint(self._shares[number].ranks):
+            self._refs[self._actors[number].poll.remote()] = number
 
-    def _fail(self, rank: int, kind: FailureKind, why: str) -> None:
-        if rank in self._left:
-            self._left.discard(rank)
-            self._report(Failed(rank=rank, kind=kind, why=why))
+    def _fail(self, number: int, kind: FailureKind, why: str) -> None:
+        for rank in self._shares[number].ranks:
+            if rank in self._left:
+                self._left.discard(rank)
+                self._report(Failed(rank=rank, kind=kind, why=why))
 
     def stop(self) -> None:
         """End all actors at once."""
         for handle in self._actors:
             ray.kill(handle)
+
+
+def _in_words(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{number:g} {name}{'s' * (number != 1)}" for name, number in resources.items() if number)
 
 
 def _first_line(error: BaseException) -> str:

@@ -91,7 +91,7 @@ def test_ray_trains_in_shaped_datacenters_and_a_dead_node_ends_the_run(run_file:
         process = start("--set", "steps=100000")
         until_it_trains(process)
         # Ray's default, 15, leaves ranks next to nothing beside other work.
-        ranks = [p for p in psutil.process_iter(["cmdline"]) if "ray::RankActor" in " ".join(p.info["cmdline"] or [])]
+        ranks = [p for p in psutil.process_iter(["cmdline"]) if "hybridep.launch.local_ranks" in (p.info["cmdline"] or [])]
         assert len(ranks) == 2 and {p.nice() for p in ranks} == {5}
         words = {"hybridep.launch.ray_backend", "--labels=dc=rome"}
         node = [p for p in psutil.process_iter(["cmdline"]) if words <= set(p.info["cmdline"] or [])]

@@ -1,0 +1,53 @@
+"""Which ranks go to one machine of a Ray cluster: those of one worker of the plan's innermost level, as far as it has room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a Ray node offers in all."""
+
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Consecutive ranks of one site on one machine; Ray reserves a CPU for each, and this many GPUs."""
+
+    dc: str
+    ranks: range
+    gpus: int
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray names them."""
+        return {"CPU": float(len(self.ranks))} | ({"GPU": float(self.gpus)} if self.gpus else {})
+
+
+def shares_of(dc: str, ranks: range, group: int, machines: Sequence[Machine], *, use_gpus: bool) -> list[Share] | None:
+    """How the ranks of a site, ``group`` of which are neighbours on its innermost level, go to its machines; None where
+    these have too little room. Each rank has a GPU of its own where there are enough of them, or none where there are none;
+    otherwise as many share one everywhere, and the ranks of a machine are one share."""
+    all_gpus = sum(machine.gpus for machine in machines) if use_gpus else 0
+    per_gpu = math.ceil(len(ranks) / all_gpus) if all_gpus else 0
+    group = len(ranks) if per_gpu > 1 else group
+    cpus, gpus = [machine.cpus for machine in machines], [machine.gpus for machine in machines]
+    shares = []
+    for first in range(ranks.start, ranks.stop, group):
+        left = range(first, first + group)
+        while left:
+            rooms = [min(free, gpus[at] * per_gpu) if per_gpu else free for at, free in enumerate(cpus)]
+            at = max(range(len(rooms)), key=rooms.__getitem__, default=None)
+            if at is None or rooms[at] < 1:
+                return None
+            here, left = left[: rooms[at]], left[rooms[at] :]
+            share = Share(dc=dc, ranks=here, gpus=math.ceil(len(here) / per_gpu) if per_gpu else 0)
+            cpus[at] -= len(here)
+            gpus[at] -= share.gpus
+            shares.append(share)
+    return shares

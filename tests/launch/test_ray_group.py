@@ -1,0 +1,84 @@
+"""Ranks over Ray: those of one machine are forked from one process there, and have the GPUs that Ray gives them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from launch_cases import left_running, make_job
+
+from hybridep.config import build
+from hybridep.launch import host
+from hybridep.launch.ray_group import RayGroup
+from hybridep.launch.ray_nodes import NodePlace, RayNodes
+from hybridep.launch.worker import Job
+from hybridep.launch.worker_group import Event, Failed, Started
+from hybridep.plan import LayerGroup, Plan
+from hybridep.topology import Cluster
+
+pytestmark = [pytest.mark.timeout(150), pytest.mark.turns(3)]
+
+
+class NodesWithGpus(RayNodes):
+    """Each says that it has four GPUs, which Ray believes."""
+
+    def _start_node(self, index: int, options: list[str]) -> subprocess.Popen[bytes]:
+        return super()._start_node(index, [*options, "--num-gpus=4"])
+
+
+def job_of_two_machines(folder: Path) -> Job:
+    job = make_job(folder, resume=False)
+    level = {"bandwidth": "8 Gbps", "latency": "0.1 ms"}
+    levels = [{"name": name, "size": size} | level for name, size in (("dc", 2), ("node", 2), ("gpu", 2))]
+    gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
+    sites = [{"name": "oslo"}, {"name": "rome"}]
+    cluster = build(Cluster, {"name": "two", "levels": levels, "gpu": gpu, "sites": sites}, "cluster")
+    workload, domains = job.plan.workload, {"dc": 1, "node": 1, "gpu": 1}
+    layers = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains=domains, migration={})
+    return replace(job, plan=Plan(cluster=cluster, workload=workload, layers=(layers,)))
+
+
+def events_until(group: RayGroup, enough: Callable[[list[Event]], bool]) -> list[Event]:
+    found, deadline = list[Event](), time.monotonic() + 90
+    while not enough(found) and time.monotonic() < deadline:
+        found += group.poll(0.2)
+    return found
+
+
+def test_neighbours_share_a_machine_and_have_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As nodes that users start: there Ray chooses the number of threads.
+    monkeypatch.setattr(host, "_OF_RANKS", {})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    places = [NodePlace(dc=dc, address=f"127.0.0.{number}") for dc, number in (("oslo", 2), ("oslo", 3), ("rome", 4))]
+    with NodesWithGpus(places, 4) as nodes:
+        group = RayGroup(job_of_two_machines(tmp_path), nodes.address, "oslo")
+        group.start()
+        try:
+            events = events_until(group, lambda found: sum(isinstance(one, Started) for one in found) == 8)
+            begun = {one.rank: one for one in events if isinstance(one, Started)}
+            assert sorted(begun) == list(range(8)), events
+            # Two nodes of a site are two machines, where it has them.
+            where = [begun[rank].address for rank in range(8)]
+            assert where[0] == where[1] != where[2] == where[3] and set(where[:4]) == {"127.0.0.2", "127.0.0.3"}
+            assert set(where[4:]) == {"127.0.0.4"}
+            environments = [psutil.Process(begun[rank].pid).environ() for rank in range(8)]
+            gpus = [one["CUDA_VISIBLE_DEVICES"] for one in environments]
+            assert gpus[:4] == ["0,1"] * 4 and gpus[4] == gpus[5] and gpus[6] == gpus[7] and {*gpus[4:]} == {"0,1", "2,3"}
+            assert {one["OMP_NUM_THREADS"] for one in environments} == {"1"}
+            os.kill(begun[3].pid, signal.SIGTERM)
+            events = events_until(group, lambda found: any(isinstance(one, Failed) and one.rank == 3 for one in found))
+            [why] = [one.why for one in events if isinstance(one, Failed) and one.rank == 3]
+            assert why.startswith(f"process {begun[3].pid} was ended by SIGTERM (its output: {tmp_path}/logs/rank-3.log")
+        finally:
+            group.abort()
+        deadline = time.monotonic() + 10
+        while left_running(tmp_path / "x") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left_running(tmp_path / "x") == []
