@@ -66,7 +66,7 @@ class Roads:
         """``leaders``: of each rank the lowest that sees its folder."""
         self._ranks = {leader: [rank for rank, other in enumerate(leaders) if other == leader] for leader in sorted(set(leaders))}
         self._dc = {leader: int(cluster.coordinates[leader][0]) for leader in self._ranks}
-        self._site = np.array([cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])])
+        self._site = np.array(cluster.datacenters)
         self._access, self._pairs = cluster.access_bytes_per_s, cluster.pair_bytes_per_s
         size = cluster.sizes[0]
         self._access_bytes, self._pair_bytes = np.zeros((2, size)), np.zeros((size, size))

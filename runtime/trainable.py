@@ -22,7 +22,7 @@ def check_run(run: Run, workload: Workload) -> None:
 
 def check_copies(run: Run, cluster: Cluster) -> None:
     """Raises UserError where fewer sites train than are to keep copies of one's checkpoints."""
-    others = len({cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])}) - 1
+    others = len({*cluster.datacenters}) - 1
     if run.checkpoints.copies > others:
         raise UserError(
             f"checkpoints.copies: {run.checkpoints.copies} other sites are to keep what one writes, but {cluster.name} has only "

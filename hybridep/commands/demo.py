@@ -100,7 +100,7 @@ def _ray_nodes(cluster: Cluster) -> Iterator[None]:
     if os.environ.get("RAY_ADDRESS"):
         yield
         return
-    with RayNodes(places_on_loopback(cluster.site_names), cluster.ranks_per_site) as nodes:
+    with RayNodes(places_on_loopback(cluster.datacenters), cluster.ranks_per_site) as nodes:
         os.environ["RAY_ADDRESS"] = nodes.address
         try:
             yield

@@ -58,7 +58,7 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
 def _show_placement(made: Plan, whole: bool) -> None:
     """Who computes what for whom, and how that was found."""
     console, cluster = stdout_console(), made.cluster
-    pods, sites = cluster.sizes[0], len({cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])})
+    pods, sites = cluster.sizes[0], len({*cluster.datacenters})
     where = f"{pods} pods of {counted(sites, 'site')}" if sites != pods else "one site" if sites == 1 else f"{sites} sites"
     console.print(
         f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {counted(cluster.num_gpus, 'rank')} in {where}"

@@ -48,12 +48,12 @@ def backend_for(job: Job, *, local: bool) -> Iterator[Backend]:
     if local:
         yield Backend(name="local", group=LocalGroup(job, lab), shaped=lab is not None)
     elif address:
-        require_labels(cluster.site_names)
+        require_labels(cluster.datacenters)
         own_dc = os.environ.get(DC_VARIABLE, "the driver's datacenter")
         yield Backend(name="ray", group=RayGroup(job, address, own_dc), shaped=lab is not None, patience=RAY_PATIENCE)
     else:
-        places = places_in_lab(lab) if lab else places_on_loopback(cluster.site_names)
-        wanted = set(cluster.site_names)
+        places = places_in_lab(lab) if lab else places_on_loopback(cluster.datacenters)
+        wanted = set(cluster.datacenters)
         places = [place for place in places if place.dc in wanted]
         with RayNodes(places, cluster.ranks_per_site) as nodes:
             head = places[0]

@@ -2,7 +2,7 @@
 
     python -m hybridep.launch.ray_backend drive PARENT_PID REPORT_FILE_DESCRIPTOR JOB_FILE ADDRESS
     python -m hybridep.launch.ray_backend node PARENT_PID OPTIONS_OF_RAY_START...
-    python -m hybridep.launch.ray_backend sites PARENT_PID ADDRESS CPUS
+    python -m hybridep.launch.ray_backend sites PARENT_PID ADDRESS
 
 The driver is a process of its own because Ray prints to its stdout and ends it when the head node is lost.
 """
@@ -131,8 +131,8 @@ class Driver:
     def _share_out(self) -> str:
         """Which ranks go to one machine; or what is missing for that, in words."""
         cluster, nodes, self._shares = self._job.plan.cluster, self._nodes(), []
-        use_gpus, per_site = self._job.run.device is not Device.CPU, cluster.ranks_per_site
-        for number, dc in enumerate(cluster.site_names):
+        use_gpus, first = self._job.run.device is not Device.CPU, 0
+        for dc, number in Counter(self._dcs).items():
             machines = nodes.get(dc, [])
             if not machines:
                 found = ", ".join(sorted(name for name, alive in nodes.items() if alive)) or "none"
@@ -140,11 +140,11 @@ class Driver:
                     f"no Ray node is labelled {LABEL}={dc} (labels found: {found}); start one there with "
                     f"`ray start --address=... --labels={LABEL}={dc}`"
                 )
-            ranks = range(number * per_site, (number + 1) * per_site)
-            shares = shares_of(dc, ranks, min(per_site, cluster.sizes[-1]), machines, use_gpus=use_gpus)
+            ranks, first = range(first, first + number), first + number
+            shares = shares_of(dc, ranks, min(cluster.ranks_per_site, cluster.sizes[-1]), machines, use_gpus=use_gpus)
             if shares is None:
                 has = ", ".join(_in_words({"CPU": one.cpus, "GPU": one.gpus}) for one in machines)
-                return f"{dc}: its Ray nodes have too few CPUs for {per_site} ranks, each of which takes one (nodes there: {has})"
+                return f"{dc}: its Ray nodes have too few CPUs for {number} ranks, each of which takes one (nodes there: {has})"
             self._shares += shares
         return ""
 
@@ -253,9 +253,9 @@ def drive(report_file: str, job_file: str, address: str) -> None:
         ray.shutdown()
 
 
-def sites(address: str, cpus: str) -> None:
-    """Prints the sites, as a JSON list, whose nodes run a task within some seconds and have so many CPUs together. What Ray knows
-    of a node that has just been lost, or hangs, is old."""
+def sites(address: str) -> None:
+    """Prints the CPUs, as JSON by site, of nodes that run a task within some seconds. What Ray knows of a node that has just been
+    lost, or hangs, is old."""
     _connect(address)
     asked: Any = ray.remote(_here)
     calls, found = dict[Any, tuple[str, float]](), Counter[str]()
@@ -271,7 +271,7 @@ def sites(address: str, cpus: str) -> None:
         except RayError:
             continue
         found[calls[call][0]] += int(calls[call][1])
-    print(json.dumps(sorted(dc for dc, number in found.items() if number >= int(cpus))), flush=True)
+    print(json.dumps(found), flush=True)
     ray.shutdown()
 
 

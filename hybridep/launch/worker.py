@@ -42,9 +42,9 @@ class Job:
 
     @property
     def dcs(self) -> tuple[str, ...]:
-        """Name of the datacenter of each rank."""
+        """Name of the datacenter of each rank; of a pod's the site whose pod it is."""
         cluster = self.plan.cluster
-        return tuple(cluster.site_name(int(location[0])) for location in cluster.coordinates)
+        return tuple(dc for dc in cluster.datacenters for _ in range(cluster.ranks_per_site))
 
     def to_json(self) -> str:
         """One line of JSON."""

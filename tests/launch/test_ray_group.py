@@ -33,14 +33,14 @@ class NodesWithGpus(RayNodes):
         return super()._start_node(index, [*options, "--num-gpus=4"])
 
 
-def job_of_two_machines(folder: Path) -> Job:
+def job_of_pods(folder: Path) -> Job:
     job = make_job(folder, resume=False)
-    level = {"bandwidth": "8 Gbps", "latency": "0.1 ms"}
-    levels = [{"name": name, "size": size} | level for name, size in (("dc", 2), ("node", 2), ("gpu", 2))]
+    link = {"bandwidth": "8 Gbps", "latency": "0.1 ms"}
+    levels = [{"name": "dc", "size": 2, "pods": link} | link, {"name": "gpu", "size": 2} | link]
     gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
-    sites = [{"name": "oslo"}, {"name": "rome"}]
+    sites = [{"name": "oslo", "pods": 2}, {"name": "rome", "pods": 2}]
     cluster = build(Cluster, {"name": "two", "levels": levels, "gpu": gpu, "sites": sites}, "cluster")
-    workload, domains = job.plan.workload, {"dc": 1, "node": 1, "gpu": 1}
+    workload, domains = job.plan.workload, {"dc": 1, "gpu": 1}
     layers = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains=domains, migration={})
     return replace(job, plan=Plan(cluster=cluster, workload=workload, layers=(layers,)))
 
@@ -58,13 +58,15 @@ def test_neighbours_share_a_machine_and_have_its_gpus(tmp_path: Path, monkeypatc
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     places = [NodePlace(dc=dc, address=f"127.0.0.{number}") for dc, number in (("oslo", 2), ("oslo", 3), ("rome", 4))]
     with NodesWithGpus(places, 4) as nodes:
-        group = RayGroup(job_of_two_machines(tmp_path), nodes.address, "oslo")
+        job = job_of_pods(tmp_path)
+        group = RayGroup(job, nodes.address, "oslo")
         group.start()
         try:
             events = events_until(group, lambda found: sum(isinstance(one, Started) for one in found) == 8)
             begun = {one.rank: one for one in events if isinstance(one, Started)}
             assert sorted(begun) == list(range(8)), events
-            # Two nodes of a site are two machines, where it has them.
+            assert tuple(begun[rank].dc for rank in range(8)) == job.dcs == ("oslo",) * 4 + ("rome",) * 4
+            # Two pods of a site are two machines, where it has them.
             where = [begun[rank].address for rank in range(8)]
             assert where[0] == where[1] != where[2] == where[3] and set(where[:4]) == {"127.0.0.2", "127.0.0.3"}
             assert set(where[4:]) == {"127.0.0.4"}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+
 import pytest
 
+from hybridep.commands.inputs import load_cluster
 from hybridep.launch.ray_placing import Machine, shares_of
+from hybridep.launch.ray_sites import sites_at_hand
 
 
 def placed(
@@ -55,3 +60,11 @@ def test_too_little_room() -> None:
     assert placed(4, 4, []) is None
     assert placed(4, 2, [(2, 0), (1, 0)]) is None
     assert placed(4, 4, [(3, 8)]) is None
+
+
+def test_a_site_with_pods_is_at_hand_pod_by_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight ranks each: two of the large site's four, none of the middle one, and one of the two small ones."""
+    cpus = {"large": 23, "middle": 7, "small-a": 64, "elsewhere": 8}
+    answer = subprocess.CompletedProcess([], 0, stdout=f"some warning\n{json.dumps(cpus)}\n".encode())
+    monkeypatch.setattr(subprocess, "run", lambda *words, **settings: answer)
+    assert sites_at_hand("somewhere", load_cluster("pods-4dc")) == {"large-pod0", "large-pod1", "small-a"}

@@ -24,6 +24,7 @@ from hybridep.launch.worker_group import DcLost, Event, Failed, FailureKind, Fin
 from hybridep.pipeline import PipelinePlan
 from hybridep.run import StepReport
 from hybridep.shares import batch_sequences
+from hybridep.topology import Cluster
 
 DCS = ["dc0", "dc1", "dc2", "dc3"]
 
@@ -72,8 +73,8 @@ class Stage:
         self.jobs.append(job)
         yield Backend(name="played", group=self._attempts.pop(0)(job), shaped=False)
 
-    def _sites(self, address: str, ranks_per_site: int) -> set[str]:
-        assert (address, ranks_per_site) == ("somewhere", 2)
+    def _sites(self, address: str, cluster: Cluster) -> set[str]:
+        assert (address, cluster.ranks_per_site) == ("somewhere", 2)
         return set(self._at_hand.pop(0) if len(self._at_hand) > 1 else self._at_hand[0])
 
 
