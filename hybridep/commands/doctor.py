@@ -1,4 +1,4 @@
-"""``hybridep doctor``: what this machine can do, and how to fix what it cannot."""
+"""``hybridep doctor``: what this machine, and the Ray cluster at RAY_ADDRESS, can do, and how to fix what they cannot."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 import click
 
 from hybridep.commands.common import emit, verb
+
+if TYPE_CHECKING:
+    from hybridep.launch.ray_sites import Node
 
 
 class Verdict(Enum):
@@ -31,19 +36,24 @@ class Check:
     name: str
     verdict: Verdict
     found: str
+    """Lines."""
     fix: str = ""
 
 
 @verb(name="doctor")
 def command(as_json: bool) -> int:
-    """Check Python, torch, processors, Ray, emulated datacenters and the solvers. Exit code 2 when something is broken."""
-    checks = list(run_checks())
+    """Check Python, torch, processors, Ray, emulated datacenters and the solvers; with RAY_ADDRESS set, also what the nodes of
+    that cluster have installed, and whether they reach each other. Exit code 2 when something is broken."""
+    checks = [*run_checks(), *cluster_checks(os.environ.get("RAY_ADDRESS"))]
     broken = any(check.verdict is Verdict.BROKEN for check in checks)
     if as_json:
         emit({"ok": not broken, "checks": [{**asdict(check), "verdict": check.verdict.value} for check in checks]})
     else:
         for check in checks:
-            click.echo(f"{check.verdict.value:8} {check.name:14} {check.found}")
+            first, *others = check.found.splitlines()
+            click.echo(f"{check.verdict.value:8} {check.name:14} {first}")
+            for line in others:
+                click.echo(f"{'':23} {line}")
             if check.fix:
                 click.echo(f"{'':23} fix: {check.fix}")
     return 2 if broken else 0
@@ -90,8 +100,6 @@ def _processors(name: str) -> Check:
 
 
 def _ray(name: str) -> Check:
-    from importlib import metadata
-
     address = os.environ.get("RAY_ADDRESS")
     where = f"RAY_ADDRESS={address}" if address else "RAY_ADDRESS not set: nodes are started on this machine"
     return Check(name=name, verdict=Verdict.GOOD, found=f"{metadata.version('ray')}, {where}")
@@ -145,3 +153,84 @@ _CHECKS: dict[str, Callable[[str], Check]] = {
     "lab": _lab,
     "solvers": _solvers,
 }
+
+
+def cluster_checks(address: str | None) -> list[Check]:
+    """Of the Ray cluster there: its sites, what their nodes have installed, and the ways between them."""
+    from hybridep.errors import UserError
+    from hybridep.launch.ray_sites import nodes_of
+
+    if not address:
+        return []
+    try:
+        nodes = sorted(nodes_of(address), key=lambda node: (node.dc or "", node.address))
+    except UserError as error:
+        fix = "ray start on this machine, too, or unset RAY_ADDRESS"
+        return [Check(name="ray cluster", verdict=Verdict.BROKEN, found=str(error), fix=fix)]
+    return [_sites(nodes), _software(nodes), _connections(nodes)]
+
+
+def _sites(nodes: Sequence[Node]) -> Check:
+    from hybridep.units import counted
+
+    of_sites = dict[str, list[str]]()
+    for node in nodes:
+        if node.dc:
+            gpus = f" and {counted(node.gpus, 'GPU')}" if node.gpus else ""
+            of_sites.setdefault(node.dc, []).append(f"{node.address} with {counted(node.cpus, 'CPU')}{gpus}")
+    lines = [f"{dc}: {', '.join(machines)}" for dc, machines in of_sites.items()] or ["no node has a site"]
+    verdict, fix = Verdict.GOOD, ""
+    if strangers := [node.address for node in nodes if not node.dc]:
+        lines.append(f"without a site: {', '.join(strangers)}")
+        verdict, fix = Verdict.LIMITED, "start nodes that are to train with --labels=dc=SITE"
+    if silent := [f"{_name(node)}: {node.error}" for node in nodes if node.error]:
+        return Check(name="ray cluster", verdict=Verdict.BROKEN, found="\n".join(lines + silent), fix="ray start there again")
+    return Check(name="ray cluster", verdict=verdict, found="\n".join(lines), fix=fix)
+
+
+def _software(nodes: Sequence[Node]) -> Check:
+    from hybridep.units import counted
+
+    here = {package: metadata.version(package) for package in ("hybridep", "torch")}
+    python, other, unseen = platform.python_version(), list[str](), list[str]()
+    for node in nodes:
+        if node.error:
+            continue
+        if node.python.split(".")[:2] != python.split(".")[:2]:
+            other.append(f"{_name(node)}: Python {node.python}, here {python}")
+        for package, found in (("hybridep", node.hybridep), ("torch", node.torch)):
+            # CPU and CUDA builds of one version go together.
+            if found is None or found.split("+")[0] != here[package].split("+")[0]:
+                other.append(f"{_name(node)}: {package} {found or 'is not installed'}, here {here[package]}")
+        if node.torch and len(node.devices) != node.gpus:
+            unseen.append(f"{_name(node)}: Ray counts {counted(node.gpus, 'GPU')}, torch {node.torch} sees {len(node.devices)}")
+    if other:
+        return Check(
+            name="node software",
+            verdict=Verdict.BROKEN,
+            found="\n".join(other + unseen),
+            fix="install the same versions everywhere, in the environment that `ray start` runs in",
+        )
+    if unseen:
+        fix = "a CUDA build of torch there, or ray start --num-gpus=NUMBER"
+        return Check(name="node software", verdict=Verdict.LIMITED, found="\n".join(unseen), fix=fix)
+    same = ", ".join(f"{package} {version}" for package, version in here.items())
+    return Check(name="node software", verdict=Verdict.GOOD, found=f"{same}, on all that answer")
+
+
+def _connections(nodes: Sequence[Node]) -> Check:
+    from hybridep.units import counted
+
+    answered = [node for node in nodes if not node.error]
+    names = {node.address: _name(node) for node in answered}
+    shut = [f"{_name(node)} -> {names[other]}: {why}" for node in answered for other, why in (node.unreachable or {}).items()]
+    if shut:
+        fix = "open all TCP ports between the nodes, at the addresses shown (ray start --node-ip-address=...)"
+        return Check(name="connections", verdict=Verdict.BROKEN, found="\n".join(shut), fix=fix)
+    return Check(
+        name="connections", verdict=Verdict.GOOD, found=f"open both ways between all of {counted(len(answered), 'node')}"
+    )
+
+
+def _name(node: Node) -> str:
+    return f"{node.dc or 'no site'} ({node.address})"

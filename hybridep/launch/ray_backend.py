@@ -1,16 +1,13 @@
-"""Everything that imports Ray: the driver process of a run, the process that holds a node, and one that asks who is there.
+"""The driver process of a run over Ray, and the process that holds a node.
 
     python -m hybridep.launch.ray_backend drive PARENT_PID REPORT_FILE_DESCRIPTOR JOB_FILE ADDRESS
     python -m hybridep.launch.ray_backend node PARENT_PID OPTIONS_OF_RAY_START...
-    python -m hybridep.launch.ray_backend sites PARENT_PID ADDRESS
 
 The driver is a process of its own because Ray prints to its stdout and ends it when the head node is lost.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
 import sys
@@ -23,26 +20,22 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridep.errors import HybridEPError, UserError
 from hybridep.launch.host import die_with_parent
 from hybridep.launch.local_ranks import Place
 from hybridep.launch.rank_processes import RankProcesses
+from hybridep.launch.ray_cluster import LABEL, connect, first_line
 from hybridep.launch.ray_placing import Machine, Share, shares_of
 from hybridep.launch.reports import Rendezvous, Report, ReportWriter
 from hybridep.launch.worker import Job, failure_of
 from hybridep.launch.worker_group import DcLost, Failed, FailureKind, Finished
 from hybridep.run import Device
 
-LABEL = "dc"
-"""Node label that names a datacenter."""
-_CONNECT_TIMEOUT_S = 30.0
 _PLACE_TIMEOUT_S = 60.0
 _LONG_POLL_S = 5.0
 _NODE_CHECK_S = 1.0
-_ANSWER_S = 20.0
-"""For a node to run a task of nothing, which starts a process there, beside others that compute."""
 _UNREACHABLE_S = 8.0
 """An actor out of reach is dead, or its node is: Ray knows which after some missed health checks."""
 
@@ -170,14 +163,14 @@ class Driver:
         try:
             result = ray.get(ref)
         except ActorUnavailableError as error:
-            why = f"its Ray actor is out of reach: {_first_line(error)}"
+            why = f"its Ray actor is out of reach: {first_line(error)}"
             self._unreachable.setdefault(number, (time.monotonic(), why))
             return
         except RayActorError as error:
             self._fail(number, FailureKind.DIED, f"its Ray actor is gone: {_death(error)}")
             return
         except RayError as error:
-            self._fail(number, FailureKind.ERROR, f"its Ray actor failed: {_first_line(error)}")
+            self._fail(number, FailureKind.ERROR, f"its Ray actor failed: {first_line(error)}")
             return
         for report in result:
             if isinstance(report, Rendezvous):
@@ -206,32 +199,14 @@ def _in_words(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{number:g} {name}{'s' * (number != 1)}" for name, number in resources.items() if number)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
 def _death(error: RayActorError) -> str:
     """What Ray knows of an actor's end, without its list of common causes."""
     told = [line.strip() for line in str(error).splitlines() if "is dead because" in line]
     return (
         told[0].partition(" There are some potential root causes")[0].partition(" Some common causes")[0]
         if told
-        else _first_line(error)
+        else first_line(error)
     )
-
-
-def _connect(address: str) -> None:
-    """Join the cluster as a driver; its nodes may still be coming up."""
-    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-    while True:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            return
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if time.monotonic() > deadline:
-                raise UserError(f"RAY_ADDRESS={address}: cannot be reached ({_first_line(error)})") from None
-            time.sleep(0.5)
 
 
 def drive(report_file: str, job_file: str, address: str) -> None:
@@ -241,7 +216,7 @@ def drive(report_file: str, job_file: str, address: str) -> None:
     job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
     driver = Driver(job, report)
     try:
-        _connect(address)
+        connect(address)
         driver.drive()
         # The launcher ends this process when it has decided what the reports mean.
         while True:
@@ -253,40 +228,12 @@ def drive(report_file: str, job_file: str, address: str) -> None:
         ray.shutdown()
 
 
-def sites(address: str) -> None:
-    """Prints the CPUs, as JSON by site, of nodes that run a task within some seconds. What Ray knows of a node that has just been
-    lost, or hangs, is old."""
-    _connect(address)
-    asked: Any = ray.remote(_here)
-    calls, found = dict[Any, tuple[str, float]](), Counter[str]()
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        if node["Alive"] and LABEL in node["Labels"]:
-            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            call = asked.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote()
-            calls[call] = node["Labels"][LABEL], node["Resources"].get("CPU", 0.0)
-    done = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S)[0] if calls else []
-    for call in done:
-        try:
-            ray.get(call)
-        except RayError:
-            continue
-        found[calls[call][0]] += int(calls[call][1])
-    print(json.dumps(found), flush=True)
-    ray.shutdown()
-
-
-def _here() -> None:
-    """A task that says no more than that somebody did it."""
-
-
 def main() -> None:
-    """Entry point of all three processes."""
+    """Entry point of both processes."""
     what, parent, *arguments = sys.argv[1:]
     die_with_parent(int(parent))
     if what == "drive":
         drive(*arguments)
-    elif what == "sites":
-        sites(*arguments)
     else:
         from ray.scripts.scripts import main as ray_main
 

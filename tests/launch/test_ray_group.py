@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from hybridep.config import build
 from hybridep.launch import host
 from hybridep.launch.ray_group import RayGroup
 from hybridep.launch.ray_nodes import NodePlace, RayNodes
+from hybridep.launch.ray_sites import nodes_of, sites_at_hand
 from hybridep.launch.worker import Job
 from hybridep.launch.worker_group import Event, Failed, Started
 from hybridep.plan import LayerGroup, Plan
@@ -58,7 +60,11 @@ def test_neighbours_share_a_machine_and_have_its_gpus(tmp_path: Path, monkeypatc
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     places = [NodePlace(dc=dc, address=f"127.0.0.{number}") for dc, number in (("oslo", 2), ("oslo", 3), ("rome", 4))]
     with NodesWithGpus(places, 4) as nodes:
+        found = sorted(nodes_of(nodes.address), key=lambda one: one.address)
+        assert [(one.dc, one.address, one.cpus, one.gpus) for one in found] == [(one.dc, one.address, 4, 4) for one in places]
+        assert {(one.error, one.torch, str(one.unreachable)) for one in found} == {("", metadata.version("torch"), "{}")}
         job = job_of_pods(tmp_path)
+        assert sites_at_hand(nodes.address, job.plan.cluster) == set(job.plan.cluster.site_names)
         group = RayGroup(job, nodes.address, "oslo")
         group.start()
         try:
