@@ -168,3 +168,8 @@ class ClusterFile(Strict):
     def site_names(self) -> tuple[str, ...]:
         """[DCs]: those of all."""
         return tuple(self.site_name(dc) for dc in range(self.levels[0].size))
+
+    @cached_property
+    def datacenters(self) -> tuple[str, ...]:
+        """[DCs], where each pod is one: the site that each is, or is a pod of."""
+        return tuple(site.labels[-1] for site in self.sites for _ in range(site.num_pods)) or self.site_names

@@ -93,11 +93,6 @@ class Cluster(ClusterFile):
         """``site_name``, and that of the site whose pod it is."""
         return self.sites[dc].labels if self.sites else (self.site_name(dc),)
 
-    @cached_property
-    def datacenters(self) -> tuple[str, ...]:
-        """[DCs]: the site that each is, or is a pod of."""
-        return tuple(self.site_labels(dc)[-1] for dc in range(self.levels[0].size))
-
     def in_one_site(self, a: int, b: int) -> bool:
         """Whether two of the outermost level are the same, or pods of the same site."""
         return self.datacenters[a] == self.datacenters[b]

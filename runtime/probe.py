@@ -25,7 +25,16 @@ from runtime.device_links import device_links
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
 from runtime.probe_codecs import CodecProbe, probe_codecs
 from runtime.probe_compute import ComputeProbe, Timing, probe_compute, seconds_of, square
-from runtime.probe_links import STREAMS, Contention, PairPoint, PairProbe, probe_contention, probe_pairs
+from runtime.probe_links import (
+    STREAMS,
+    AccessProbe,
+    Contention,
+    PairPoint,
+    PairProbe,
+    probe_access,
+    probe_contention,
+    probe_pairs,
+)
 from runtime.transport import Transport
 
 if TYPE_CHECKING:
@@ -63,7 +72,8 @@ class LevelProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What was measured; levels of one worker have no links and are left out."""
+    """What was measured; levels of one worker have no links and are left out, and so is the outermost one where sites have pods,
+    of which ``pairs`` and ``access`` tell."""
 
     levels: tuple[LevelProbe, ...]
     message_overhead_s: float
@@ -73,7 +83,10 @@ class Probe:
     compute: ComputeProbe
     codecs: tuple[CodecProbe, ...] = ()
     pairs: tuple[PairProbe, ...] = ()
-    """Of sites; of one rank those that it is the source of. Measured only when asked for, as is what follows."""
+    """Of sites, each pod by itself; of one rank those that it is the source of. Measured only when asked for, as is what
+    follows."""
+    access: tuple[AccessProbe, ...] = ()
+    """Of sites."""
     several: LevelProbe | None = None
     """The outermost level over as many connections per pair of ranks as pairs were measured with at most."""
     contention: Contention | None = None
@@ -121,18 +134,25 @@ def _probe(
     barrier = Barrier(rank=rank, world_size=mesh.world_size)
     links, numbers = device_links(mesh, timeout_s=_TIMEOUT_S), mesh.label_numbers
     transport = Transport(timeout_s=_TIMEOUT_S, device_links=links, numbers=numbers)
-    found = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]
+    # What joins pods of one site, and what joins sites, an exchange of all of them would tell of together.
+    first = 0 if len({*cluster.datacenters}) == mesh.sizes[0] else 1
+    found = [
+        _level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1 and level >= first
+    ]
     compute = probe_compute(
         cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds, device=mesh.device
     )
     codecs = probe_codecs(workload, Timing(barrier, seconds * _CODEC_SHARE, mesh.device, least=2))
     pairs: tuple[PairProbe, ...] = ()
+    access: tuple[AccessProbe, ...] = ()
     several: LevelProbe | None = None
     contention: Contention | None = None
     if thorough and mesh.sizes[0] > 1:
         pairs = probe_pairs(mesh, barrier, seconds=seconds, timeout_s=_TIMEOUT_S)
-        many = Transport(timeout_s=_TIMEOUT_S, streams={cluster.levels[0].name: STREAMS[-1]}, numbers=numbers)
-        several, _, _ = _level(mesh, many, barrier, 0, seconds)
+        access = probe_access(mesh, barrier, pairs, seconds=seconds, timeout_s=_TIMEOUT_S)
+        if not first:
+            many = Transport(timeout_s=_TIMEOUT_S, streams={cluster.levels[0].name: STREAMS[-1]}, numbers=numbers)
+            several, _, _ = _level(mesh, many, barrier, 0, seconds)
         contention = probe_contention(mesh, barrier, seconds=seconds, timeout_s=_TIMEOUT_S)
     further_s = [each_s for _, each_s, _ in found if each_s is not None]
     return Probe(
@@ -142,6 +162,7 @@ def _probe(
         compute=compute,
         codecs=codecs,
         pairs=pairs,
+        access=access,
         several=several,
         contention=contention,
     )
@@ -154,7 +175,8 @@ def probe_of(fields: dict[str, Any]) -> Probe:
     pairs = tuple(
         PairProbe(**{**pair, "points": tuple(PairPoint(**point) for point in pair["points"])}) for pair in fields["pairs"]
     )
-    inner = {"levels": levels, "compute": ComputeProbe(**fields["compute"]), "codecs": codecs, "pairs": pairs}
+    access = tuple(AccessProbe(**site) for site in fields["access"])
+    inner = {"levels": levels, "compute": ComputeProbe(**fields["compute"]), "codecs": codecs, "pairs": pairs, "access": access}
     several = fields["several"] and LevelProbe(**fields["several"])
     contention = fields["contention"] and Contention(**fields["contention"])
     return Probe(**{**fields, **inner, "several": several, "contention": contention})
@@ -171,6 +193,7 @@ def summarise(probes: Sequence[Probe]) -> Probe:
         compute=_medians([one.compute for one in probes]),
         codecs=tuple(_medians(same) for same in zip(*(each.codecs for each in probes), strict=True)),
         pairs=tuple(sorted((pair for one in probes for pair in one.pairs), key=lambda pair: (pair.src, pair.dst))),
+        access=probes[0].access,
         several=_medians(several) if several else None,
         contention=_medians(contentions) if contentions else None,
     )

@@ -1,7 +1,7 @@
-"""Measures each ordered pair of sites by itself, by message size and number of connections; and how much computation and
-exchanges slow each other.
+"""Measures each ordered pair of sites by itself, by message size and number of connections; what leaves and enters each site;
+and how much computation and exchanges slow each other.
 
-While a pair is measured all other ranks wait, so what is found is what one transfer gets where nothing else moves.
+While a pair or a site is measured all other ranks wait, so what is found is what it gets where nothing else moves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -24,9 +25,11 @@ from runtime.transport import Transport
 
 SIZES_BYTES = (2**16, 2**18, 2**20, 2**23)
 STREAMS = (1, 2, MOST_STREAMS)
+_MOST_BYTES = 2**26
 _PINGS = 10
 _MOST_REPEATS = 5
 _CONTENTION_BYTES = 2**22
+_ACCESS_REPEATS = 3
 _ANSWER_BYTES = 8
 _CLEARLY_FASTER = 1.5
 """Than one connection are several, where its window holds it; two are by some of that. Less may be noise."""
@@ -55,6 +58,18 @@ class PairProbe:
     points: tuple[PairPoint, ...]
     window_bytes: float | None = None
     """What one connection had under way, where several were clearly faster; None where one fills the link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessProbe:
+    """Rates of a site while nothing else moves."""
+
+    site: str
+    up_bytes_per_s: float | None
+    """Of all that its ranks send to all other sites at once; None where there are none, as of what is next."""
+    down_bytes_per_s: float | None
+    pod_bytes_per_s: float | None
+    """Of what each of its pods sends to all others of them at once; None for a site of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +139,58 @@ def _source(transport: Transport, src: int, dst: int, peer: int, seconds: float)
         points=tuple(points),
         window_bytes=window_bytes,
     )
+
+
+def probe_access(
+    mesh: Mesh, barrier: Barrier, pairs: Sequence[PairProbe], *, seconds: float, timeout_s: float
+) -> tuple[AccessProbe, ...]:
+    """Of each site; all ranks call it with the pairs that they have measured, and rank 0's clock counts. Messages are as long as
+    the ways that they take are fast alone, so that a slow one of many does not decide. Each rate takes some times ``seconds``."""
+    cluster, own, inner = mesh.plan.cluster, mesh.location[0], mesh.world_size // mesh.sizes[0]
+    transport = Transport(timeout_s=timeout_s, streams={_level(STREAMS[-1]): STREAMS[-1]})
+    gathered = barrier.gather_json([(pair.src, pair.dst, pair.bandwidth_bytes_per_s) for pair in pairs])
+    alone = {(src, dst): rate for one in barrier.share_json(gathered) for src, dst, rate in one}
+
+    def rate(ways: list[tuple[int, int]]) -> float:
+        """All bytes from workers of the outermost level to others, a second."""
+        fastest = max(alone[way] for way in ways)
+
+        def size_of(way: tuple[int, int], most_bytes: int) -> int:
+            return max(_ANSWER_BYTES, int(most_bytes * alone[way] / fastest))
+
+        def taken_s(most_bytes: int) -> float:
+            sends = {mesh.peer(0, dst): size_of((src, dst), most_bytes) for src, dst in ways if src == own}
+            receives = {mesh.peer(0, src): size_of((src, dst), most_bytes) for src, dst in ways if dst == own}
+            leaving, arriving = (
+                {peer: torch.zeros(size, dtype=torch.uint8) for peer, size in sizes.items()} for sizes in (sends, receives)
+            )
+            barrier.wait()
+            start_s = time.perf_counter()
+            transport.exchange(leaving, arriving, f"probe@{_level(STREAMS[-1])}")
+            barrier.wait()
+            return barrier.agree(time.perf_counter() - start_s)
+
+        most_bytes = SIZES_BYTES[0]
+        while taken_s(most_bytes) < seconds and most_bytes < _MOST_BYTES:
+            most_bytes *= 4
+        empty_s, whole_s = (statistics.median(taken_s(size) for _ in range(_ACCESS_REPEATS)) for size in (0, most_bytes))
+        return inner * sum(size_of(way, most_bytes) for way in ways) / max(whole_s - empty_s, 1e-9)
+
+    found = []
+    for site, pods in Counter(cluster.datacenters).items():
+        to = {
+            what: [way for way in alone if [cluster.datacenters[end] == site for end in way] == list(ends)]
+            for what, ends in (("up", (True, False)), ("down", (False, True)), ("pods", (True, True)))
+        }
+        found.append(
+            AccessProbe(
+                site=site,
+                up_bytes_per_s=rate(to["up"]) if to["up"] else None,
+                down_bytes_per_s=rate(to["down"]) if to["down"] else None,
+                pod_bytes_per_s=rate(to["pods"]) / pods if to["pods"] else None,
+            )
+        )
+    return tuple(found)
 
 
 def window(rates_bytes_per_s: Mapping[int, float], round_trip_s: float) -> float | None:

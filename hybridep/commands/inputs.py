@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
+from typing import Any, TypeVar
 
 import hybridep
 from hybridep.config import Strict, apply_override, build, load
@@ -18,8 +19,12 @@ from hybridep.plan import Plan
 from hybridep.provenance import provenance
 from hybridep.run import Data, Run
 from hybridep.shares import on_sites
+from hybridep.sites import ClusterFile
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+
+AnyCluster = TypeVar("AnyCluster", bound=ClusterFile)
+StrictT = TypeVar("StrictT", bound=Strict)
 
 MADE_FOR_RUNS = ("auto", "stages", "ep", "full_gather")
 """Plans that a run may name in place of a file."""
@@ -71,11 +76,24 @@ def find(kind: Kind, text: str) -> Path:
 
 def load_cluster(text: str, overrides: Iterable[str] = ()) -> Cluster:
     """A cluster from a YAML file or a CSV matrix (see ``hybridep.matrix``)."""
+    return _load_cluster(Cluster, text, overrides)
+
+
+def load_cluster_file(text: str, overrides: Iterable[str] = ()) -> ClusterFile:
+    """As ``load_cluster``, with sites of several pods as they are written."""
+    return _load_cluster(ClusterFile, text, overrides)
+
+
+def _load_cluster(model: type[AnyCluster], text: str, overrides: Iterable[str]) -> AnyCluster:
     path = find(Kind.CLUSTER, text)
     if path.suffix.lower() != ".csv":
-        return load(Cluster, path, overrides)
-    data = matrix_profile(path)
-    return build(Cluster, data, str(path), {apply_override(data, override): f"--set {override}" for override in overrides})
+        return load(model, path, overrides)
+    return build_with(model, matrix_profile(path), str(path), overrides)
+
+
+def build_with(model: type[StrictT], data: dict[str, Any], where: str, overrides: Iterable[str]) -> StrictT:
+    """``build`` after ``--set``."""
+    return build(model, data, where, {apply_override(data, override): f"--set {override}" for override in overrides})
 
 
 def load_workload(text: str, overrides: Iterable[str] = ()) -> Workload:
@@ -83,8 +101,7 @@ def load_workload(text: str, overrides: Iterable[str] = ()) -> Workload:
     path = find(Kind.WORKLOAD, text)
     if path.name != CONFIG_FILE:
         return load(Workload, path, overrides)
-    data = workload_data(path)
-    return build(Workload, data, str(path), {apply_override(data, override): f"--set {override}" for override in overrides})
+    return build_with(Workload, workload_data(path), str(path), overrides)
 
 
 def load_run(text: str, overrides: Sequence[str] = ()) -> Run:

@@ -6,8 +6,9 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,14 +17,19 @@ from hybridep.run import Device
 
 if TYPE_CHECKING:
     from hybridep.codecs import Speeds
+    from hybridep.sites import ClusterFile
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from runtime.probe import Probe
+    from runtime.probe_links import PairProbe
 
+AnyCluster = TypeVar("AnyCluster", bound="ClusterFile")
 
+AT_ADDRESS = "ray"
+"""In place of a cluster file: what the Ray cluster at RAY_ADDRESS has."""
 PAIRS_DIFFER = 0.2
-"""Share of the median by which a pair's bandwidth or latency may differ before all pairs get links of their own."""
-_OF_PAIRS = ("bandwidth_bytes_per_s", "latency_s")
+"""Share of the median by which a pair's bandwidth or latency may differ before all pairs get links of their own, or a site's
+access rate before all sites get theirs."""
 
 
 @verb(name="probe")
@@ -35,7 +41,8 @@ _OF_PAIRS = ("bandwidth_bytes_per_s", "latency_s")
     "--thorough",
     is_flag=True,
     help="Measure every ordered pair of sites by itself, by message size and number of connections, what one connection may have "
-    "under way where several are faster, and how much computation and exchanges slow each other, too; some seconds per pair.",
+    "under way where several are faster, what leaves and enters each site, and how much computation and exchanges slow each "
+    "other, too; some seconds per pair.  [always where sites have pods]",
 )
 @click.option(
     "--links/--no-links",
@@ -63,40 +70,64 @@ def command(
 ) -> int:
     """Measure each level's latency and bandwidth, and the computation and codecs of MODEL, with as many ranks as CLUSTER has.
 
-    With RAY_ADDRESS set: on that Ray cluster. Without: with processes on this machine, in emulated datacenters where the kernel
-    allows it (then the outermost level comes out as it is shaped). Sites are copied, and so are links per pair unless --thorough.
+    With RAY_ADDRESS set: on that Ray cluster, and with `ray` as CLUSTER no file is needed: sites, machines and GPUs are those of
+    its nodes. Without: with processes on this machine, in emulated datacenters where the kernel
+    allows it (then the outermost level comes out as it is shaped). Sites are copied, and so are links per pair and access rates
+    unless --thorough.
     """
-    from hybridep.commands.inputs import cluster_and_workload
+    from hybridep.commands.inputs import Kind, load_cluster_file, load_workload, sort_overrides
     from hybridep.config import require_writable, write_yaml
     from hybridep.launch.backends import in_lab
+    from hybridep.topology import Cluster
 
-    given, workload = cluster_and_workload(cluster, model, overrides)
+    sorted_out = sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD))
+    workload = load_workload(model, sorted_out[Kind.WORKLOAD])
+    # As it is written: with pods that are no sites yet.
+    given = (at_address if cluster == AT_ADDRESS else partial(load_cluster_file, cluster))(sorted_out[Kind.CLUSTER])
+    whole = Cluster.model_validate(given.model_dump(mode="json", exclude_none=True))
     path = output or Path(f"{given.name}-measured.yaml")
     require_writable("--output", path.parent)
     if not in_lab() and not os.environ.get("RAY_ADDRESS"):
         words = [cluster, model, "--seconds", str(seconds), "--device", device, *["--thorough"] * thorough]
         words += ["--output", str(output)] if output else []
         words += [] if links is None else ["--links" if links else "--no-links"]
-        code = again_in_lab("probe", words, given, overrides, as_json)
+        code = again_in_lab("probe", words, whole, overrides, as_json)
         if code is not None:
             return code
-    found = measure(given, workload, seconds, thorough=thorough, device=Device(device))
-    measured = with_pairs(with_measurements(given, found), found, links)
+    found = measure(whole, workload, seconds, thorough=thorough, device=Device(device))
+    measured = with_pairs(with_access(with_measurements(given, found), found), found, links)
     write_yaml(path, measured.model_dump(mode="json", exclude_none=True))
     if as_json:
         answer = {"output": str(path), "shaped": in_lab(), "cluster": measured.model_dump(mode="json")}
         if found.pairs:
             answer["pairs"] = [
-                {**asdict(pair), "src": given.site_name(pair.src), "dst": given.site_name(pair.dst)} for pair in found.pairs
+                {**asdict(pair), "src": whole.site_name(pair.src), "dst": whole.site_name(pair.dst)} for pair in found.pairs
             ]
+            answer["access"] = [asdict(site) for site in found.access]
             answer["contention"] = found.contention and asdict(found.contention)
         emit(answer)
     else:
         _show(given, measured)
         if found.pairs:
-            _show_pairs(given, found)
+            _show_pairs(whole, found)
         click.echo(f"cluster written to {path}")
     return 0
+
+
+def at_address(overrides: Sequence[str]) -> ClusterFile:
+    """What the Ray cluster at RAY_ADDRESS has, with ``--set`` applied; nothing of it is measured yet. Raises UserError."""
+    from hybridep.commands.inputs import build_with
+    from hybridep.errors import UserError
+    from hybridep.launch.ray_profile import profile
+    from hybridep.launch.ray_sites import nodes_of
+    from hybridep.sites import ClusterFile
+
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise UserError(
+            f"cluster {AT_ADDRESS!r}: RAY_ADDRESS is not set; set it to the address of a Ray cluster, or name a cluster file"
+        )
+    return build_with(ClusterFile, profile(nodes_of(address)), f"RAY_ADDRESS={address}", overrides)
 
 
 def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3) -> Cluster:
@@ -108,8 +139,8 @@ def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3)
 def measure(
     cluster: Cluster, workload: Workload, seconds: float, *, thorough: bool = False, device: Device = Device.AUTO
 ) -> Probe:
-    """What all ranks of ``cluster`` find together; see ``measured_cluster``. Raises UserError where sites have GPUs of their own:
-    the slowest rank counts, so one kind is measured."""
+    """What all ranks of ``cluster`` find together; see ``measured_cluster``. Sites with pods imply ``thorough``. Raises
+    UserError where sites have GPUs of their own: the slowest rank counts, so one kind is measured."""
     from hybridep.errors import UserError
     from hybridep.launch.backends import results_of
     from hybridep.launch.folders import scratch_folder
@@ -126,11 +157,12 @@ def measure(
             )
     with scratch_folder() as folder:
         run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=folder, steps=1, device=device)
-        job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds, thorough=thorough)
+        has_pods = any(site.part_of for site in cluster.sites)
+        job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds, thorough=thorough or has_pods)
         return summarise([probe_of(fields) for fields in results_of(job, local=not os.environ.get("RAY_ADDRESS"))])
 
 
-def with_measurements(cluster: Cluster, found: Probe) -> Cluster:
+def with_measurements(cluster: AnyCluster, found: Probe) -> AnyCluster:
     """The cluster with what was measured in place of what its file says."""
     by_name = {level.name: level for level in found.levels}
     window_bytes = found.window_bytes
@@ -169,30 +201,69 @@ def with_measurements(cluster: Cluster, found: Probe) -> Cluster:
     return cluster.model_copy(update={"levels": levels, "gpu": gpu})
 
 
-def with_pairs(cluster: Cluster, found: Probe, links: bool | None = None) -> Cluster:
+def with_pairs(cluster: AnyCluster, found: Probe, links: bool | None = None) -> AnyCluster:
     """The cluster with a link for each measured pair of sites where ``links`` says so; where it says nothing, if the cluster has
-    links or a pair is further than ``PAIRS_DIFFER`` from the median one."""
-    from hybridep.topology import Cluster
-
-    if not found.pairs or links is False:
+    links or a pair is further than ``PAIRS_DIFFER`` from the median one. Of sites with pods the median pair of pods counts."""
+    of_sites = _of_sites(cluster, found)
+    between = [path for (src, dst), path in of_sites.items() if src != dst]
+    if not between or links is False:
         return cluster
-    if (
-        links is None
-        and not cluster.links
-        and not any(_differ([getattr(pair, name) for pair in found.pairs]) for name in _OF_PAIRS)
-    ):
+    if links is None and not cluster.links and not any(_differ(values) for values in zip(*between, strict=True)):
         return cluster
     given = {(link.src, link.dst): link for link in cluster.links}
-    names = cluster.site_names
-    fields = cluster.model_dump(mode="json", exclude_none=True)
-    fields["sites"] = fields["sites"] or [{"name": name} for name in names]
+    fields = _with_sites(cluster)
     fields["links"] = []
+    for (src, dst), (bandwidth, latency) in of_sites.items():
+        if src != dst:
+            kept = given[src, dst].model_dump(mode="json", exclude_none=True) if (src, dst) in given else {}
+            fields["links"].append({**kept, "src": src, "dst": dst, "bandwidth": _rate(bandwidth), "latency": _time(latency)})
+    return type(cluster).model_validate(fields)
+
+
+def with_access(cluster: AnyCluster, found: Probe) -> AnyCluster:
+    """The cluster with the measured access rates of each site, if it has such rates, or sites with pods, or one is further than
+    ``PAIRS_DIFFER`` from the median; and with what joins the pods of sites."""
+    rates = {site.site: (site.up_bytes_per_s, site.down_bytes_per_s) for site in found.access}
+    all_rates = [rate for both in rates.values() for rate in both if rate is not None]
+    pods = [site.pod_bytes_per_s for site in found.access if site.pod_bytes_per_s is not None]
+    if not (pods or any(site.up or site.down for site in cluster.sites) or (all_rates and _differ(all_rates))):
+        return cluster
+    fields = _with_sites(cluster)
+    for site in fields["sites"]:
+        site |= {name: _rate(rate) for name, rate in zip(("up", "down"), rates[site["name"]], strict=True) if rate is not None}
+    outer, of_sites = fields["levels"][0], _of_sites(cluster, found)
+    if pods:
+        latencies = {same: [s for (src, dst), (_, s) in of_sites.items() if (src == dst) is same] for same in (True, False)}
+        outer["pods"] = {"bandwidth": _rate(statistics.median(pods)), "latency": _time(statistics.median(latencies[True]))}
+        if all_rates:
+            outer |= {"bandwidth": _rate(statistics.median(all_rates)), "latency": _time(statistics.median(latencies[False]))}
+    return type(cluster).model_validate(fields)
+
+
+def _of_sites(cluster: ClusterFile, found: Probe) -> dict[tuple[str, str], tuple[float, float]]:
+    """Bandwidth and latency of the way from one site to another, and between pods of one: of the median pair of pods."""
+    pairs: dict[tuple[str, str], list[PairProbe]] = {}
     for pair in found.pairs:
-        src, dst = names[pair.src], names[pair.dst]
-        kept = given[src, dst].model_dump(mode="json", exclude_none=True) if (src, dst) in given else {}
-        bandwidth, latency = f"{_rounded(pair.bandwidth_bytes_per_s):.10g} B/s", f"{_rounded(pair.latency_s):.10g} s"
-        fields["links"].append({**kept, "src": src, "dst": dst, "bandwidth": bandwidth, "latency": latency})
-    return Cluster.model_validate(fields)
+        pairs.setdefault((cluster.datacenters[pair.src], cluster.datacenters[pair.dst]), []).append(pair)
+    return {
+        way: (statistics.median(pair.bandwidth_bytes_per_s for pair in same), statistics.median(pair.latency_s for pair in same))
+        for way, same in pairs.items()
+    }
+
+
+def _with_sites(cluster: ClusterFile) -> dict[str, Any]:
+    """The cluster's fields; its sites have entries where the file gave none."""
+    fields = cluster.model_dump(mode="json", exclude_none=True)
+    fields["sites"] = fields["sites"] or [{"name": name} for name in cluster.site_names]
+    return fields
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{_rounded(bytes_per_s):.10g} B/s"
+
+
+def _time(seconds: float) -> str:
+    return f"{_rounded(seconds):.10g} s"
 
 
 def _differ(values: Sequence[float]) -> bool:
@@ -215,7 +286,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _show(given: Cluster, measured: Cluster) -> None:
+def _show(given: ClusterFile, measured: ClusterFile) -> None:
     from rich.table import Table
 
     from hybridep.codecs import KINDS
@@ -228,6 +299,16 @@ def _show(given: Cluster, measured: Cluster) -> None:
         if before.window is not None or after.window is not None:
             windows = ("" if level.window is None else format_bytes(level.window) for level in (before, after))
             table.add_row(f"{before.name} window of a connection", *windows)
+        if before.pods and after.pods:
+            links = before.pods, after.pods
+            table.add_row(f"{before.name} pods bandwidth", *(format_bandwidth(link.bandwidth) for link in links))
+            table.add_row(f"{before.name} pods latency", *(format_seconds(link.latency) for link in links))
+    old = {site.name: site for site in given.sites}
+    for site in measured.sites:
+        for name in ("up", "down"):
+            rates = [one and getattr(one, name) for one in (old.get(site.name), site)]
+            if any(rates):
+                table.add_row(f"{site.name} {name}", *(format_bandwidth(rate) if rate else "" for rate in rates))
     gpus = given.gpu, measured.gpu
     table.add_row("throughput", *(format_throughput(gpu.throughput) for gpu in gpus))
     table.add_row("expert throughput", *(format_throughput(gpu.expert_throughput or gpu.throughput) for gpu in gpus))

@@ -19,10 +19,12 @@ from hybridep.config import build
 from hybridep.launch import host
 from hybridep.launch.ray_group import RayGroup
 from hybridep.launch.ray_nodes import NodePlace, RayNodes
+from hybridep.launch.ray_profile import profile
 from hybridep.launch.ray_sites import nodes_of, sites_at_hand
 from hybridep.launch.worker import Job
 from hybridep.launch.worker_group import Event, Failed, Started
 from hybridep.plan import LayerGroup, Plan
+from hybridep.sites import ClusterFile
 from hybridep.topology import Cluster
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.turns(3)]
@@ -63,6 +65,9 @@ def test_neighbours_share_a_machine_and_have_its_gpus(tmp_path: Path, monkeypatc
         found = sorted(nodes_of(nodes.address), key=lambda one: one.address)
         assert [(one.dc, one.address, one.cpus, one.gpus) for one in found] == [(one.dc, one.address, 4, 4) for one in places]
         assert {(one.error, one.torch, str(one.unreachable)) for one in found} == {("", metadata.version("torch"), "{}")}
+        shape = build(ClusterFile, profile(found), "nodes")
+        assert [(level.name, level.size) for level in shape.levels] == [("dc", 2), ("gpu", 4)]
+        assert [(site.name, site.pods) for site in shape.sites] == [("oslo", 2), ("rome", 1)]
         job = job_of_pods(tmp_path)
         assert sites_at_hand(nodes.address, job.plan.cluster) == set(job.plan.cluster.site_names)
         group = RayGroup(job, nodes.address, "oslo")

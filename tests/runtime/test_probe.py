@@ -12,8 +12,9 @@ from torch import Tensor
 from training_cases import Case
 
 from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCodec
-from hybridep.commands.probe import with_measurements, with_pairs
+from hybridep.commands.probe import with_access, with_measurements, with_pairs
 from hybridep.config import build
+from hybridep.sites import ClusterFile
 from hybridep.topology import Cluster
 from runtime import probe as probe_module
 from runtime import probe_links
@@ -21,7 +22,7 @@ from runtime.barrier import PATIENCE_S
 from runtime.probe import LevelProbe, Probe, probe_of, summarise
 from runtime.probe_codecs import CodecProbe
 from runtime.probe_compute import ComputeProbe
-from runtime.probe_links import SIZES_BYTES, STREAMS, Contention, PairPoint, PairProbe, window
+from runtime.probe_links import SIZES_BYTES, STREAMS, AccessProbe, Contention, PairPoint, PairProbe, window
 from runtime.transport import Transport
 
 pytestmark = pytest.mark.timeout(90)
@@ -65,6 +66,10 @@ def test_all_ranks_measure_plausible_numbers() -> None:
         assert {(point.size_bytes, point.streams) for point in pair.points} == set(product(SIZES_BYTES, STREAMS))
         assert all(1e3 < point.bytes_per_s < 1e12 for point in pair.points)
         assert pair.window_bytes is None or 0 < pair.window_bytes < 1e9
+    assert [one.site for one in found.access] == ["dc0", "dc1"]
+    for one in found.access:
+        assert one.up_bytes_per_s is not None and 1e6 < one.up_bytes_per_s < 1e12
+        assert one.down_bytes_per_s is not None and 1e6 < one.down_bytes_per_s < 1e12 and one.pod_bytes_per_s is None
     assert found.several is not None and 1e6 < found.several.bandwidth_bytes_per_s < 1e12
     both = found.contention
     assert both is not None and all(0 < value < 1e12 for value in asdict(both).values())
@@ -115,9 +120,10 @@ def test_one_slow_rank_does_not_decide() -> None:
         src=0, dst=1, latency_s=0.1, bandwidth_bytes_per_s=9.0, points=(PairPoint(size_bytes=8, streams=2, bytes_per_s=3.0),)
     )
     both = Contention(products_per_s=1.0, products_per_s_beside=2.0, bytes_per_s=3.0, bytes_per_s_beside=4.0)
-    for probe in (USUAL, replace(USUAL, pairs=(pair,), several=LEVEL, contention=both)):
+    access = (AccessProbe(site="a", up_bytes_per_s=1.0, down_bytes_per_s=2.0, pod_bytes_per_s=None),)
+    for probe in (USUAL, replace(USUAL, pairs=(pair,), access=access, several=LEVEL, contention=both)):
         assert probe_of(asdict(probe)) == summarise([probe]) == probe
-    assert summarise([replace(USUAL, pairs=(pair,)), USUAL]).pairs == (pair,)
+    assert summarise([replace(USUAL, pairs=(pair,), access=access), USUAL]).pairs == (pair,)
 
 
 @pytest.mark.parametrize("late", [0, 9, 10])
@@ -196,3 +202,50 @@ def test_links_are_written_where_pairs_differ() -> None:
     again = with_pairs(priced, alike)
     slow = next(link for link in again.links if (link.src, link.dst) == ("dc2", "dc0"))
     assert slow.bandwidth == pytest.approx(1.1e8) and slow.egress == pytest.approx(1e-11)
+
+
+def access(site: str, up: float, down: float, pod: float | None = None) -> AccessProbe:
+    return AccessProbe(site=site, up_bytes_per_s=up, down_bytes_per_s=down, pod_bytes_per_s=pod)
+
+
+def test_access_rates_are_written_where_sites_differ() -> None:
+    cluster = Case(sizes=(2, 1), domains=(1, 1)).plan().cluster
+    alike = replace(USUAL, access=(access("dc0", 1e8, 1.1e8), access("dc1", 1.05e8, 1e8)))
+    uneven = replace(USUAL, access=(access("dc0", 1e8, 1.1e8), access("dc1", 1.05e8, 2e8)))
+    assert with_access(cluster, USUAL) == cluster == with_access(cluster, alike)
+    written = with_access(cluster, uneven)
+    assert [(site.name, site.up, site.down) for site in written.sites] == [
+        ("dc0", pytest.approx(1e8), pytest.approx(1.1e8)),
+        ("dc1", pytest.approx(1.05e8), pytest.approx(2e8)),
+    ]
+    # Measured again, rates stay rates.
+    assert with_access(written, alike).sites[1].down == pytest.approx(1e8)
+
+
+def test_sites_with_pods_get_what_joins_pods_and_what_joins_sites() -> None:
+    link = {"bandwidth": "1 Gbps", "latency": "1 ms"}
+    levels = [{"name": "dc", "size": 2, "pods": link} | link, {"name": "gpu", "size": 2} | link]
+    gpu = {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 GB/s"}
+    sites = [{"name": "oslo", "pods": 2}, {"name": "rome"}]
+    given = build(ClusterFile, {"name": "two", "levels": levels, "gpu": gpu, "sites": sites}, "given")
+    paths = {(0, 1): (9e8, 1e-4), (0, 2): (1e8, 0.01), (1, 2): (1.1e8, 0.012), (2, 0): (3e8, 0.03), (2, 1): (3.2e8, 0.032)}
+    pairs = tuple(
+        PairProbe(src=src, dst=dst, latency_s=latency_s, bandwidth_bytes_per_s=rate, points=())
+        for (src, dst), (rate, latency_s) in (paths | {(1, 0): (7e8, 3e-4)}).items()
+    )
+    found = replace(USUAL, levels=(), pairs=pairs, access=(access("oslo", 1e8, 3e8, 8e8), access("rome", 3e8, 1e8)))
+    measured = with_pairs(with_access(given, found), found)
+    assert measured.levels[0].pods is not None
+    assert (measured.levels[0].pods.bandwidth, measured.levels[0].pods.latency) == (pytest.approx(8e8), pytest.approx(2e-4))
+    assert (measured.levels[0].bandwidth, measured.levels[0].latency) == (pytest.approx(2e8), pytest.approx(0.021))
+    assert [(site.name, site.up, site.down, site.pods) for site in measured.sites] == [
+        ("oslo", pytest.approx(1e8), pytest.approx(3e8), 2),
+        ("rome", pytest.approx(3e8), pytest.approx(1e8), None),
+    ]
+    assert [(one.src, one.dst, one.bandwidth, one.latency) for one in measured.links] == [
+        ("oslo", "rome", pytest.approx(1.05e8), pytest.approx(0.011)),
+        ("rome", "oslo", pytest.approx(3.1e8), pytest.approx(0.031)),
+    ]
+    # It loads, with pods as sites.
+    whole = build(Cluster, measured.model_dump(mode="json", exclude_none=True), "written")
+    assert whole.sizes == (3, 2) and whole.datacenters == measured.datacenters == ("oslo", "oslo", "rome")
