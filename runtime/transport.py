@@ -292,10 +292,15 @@ class _Naming:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, RuntimeError):
             waited_s = time.perf_counter() - self.start
-            reason = (str(error).splitlines() or ["no reason given"])[0].removeprefix("[").split("] ", 1)[-1]
             peer = self._names[self.peer] if isinstance(self.peer, int) else self.peer
             raise TransportError(
                 f"rank {peer}",
                 f"rank {self._names[self._rank]} could not {self.doing} it in {self._label!r}, {waited_s:.1f} s after start: "
-                f"{reason}",
+                f"{_reason(error)}",
             ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """Of an error of gloo's, which begins with the place in its code and may end with advice to read logs."""
+    line = (str(error).splitlines() or ["no reason given"])[0].removeprefix("[").split("] ", 1)[-1]
+    return line.partition(". This is typically")[0]

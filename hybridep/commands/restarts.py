@@ -21,6 +21,7 @@ from hybridep.launch.ray_sites import sites_at_hand
 from hybridep.launch.session import Made, train
 from hybridep.launch.worker import Job
 from hybridep.pipeline import AnyPlan
+from hybridep.run import Device
 from hybridep.shares import on_sites
 from hybridep.units import counted
 
@@ -57,7 +58,7 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
         except _SitesBackError:
             assert ray_address is not None
             note("hybridep train: lost sites are back")
-            plan = _plan_for(whole, sites_at_hand(ray_address, whole.plan.cluster)) or job.plan
+            plan = _plan_for(whole, _at_hand(ray_address, whole)) or job.plan
         except (WorkerLostError, UserError) as error:
             if isinstance(error, UserError) and not (lost and ray_address and _is_gone(ray_address, job)):
                 raise
@@ -72,16 +73,20 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
         job = replace(whole, resume=True, or_begin=True, plan=plan) if made.losses or whole.resume else replace(whole, plan=plan)
 
 
+def _at_hand(ray_address: str, job: Job) -> set[str]:
+    return sites_at_hand(ray_address, job.plan.cluster, use_gpus=job.run.device is not Device.CPU)
+
+
 def _is_gone(ray_address: str, job: Job) -> bool:
     """Whether one of the plan's sites does not answer: what ended a restarted run before its ranks had started is a loss, too."""
-    return not sites_at_hand(ray_address, job.plan.cluster).issuperset(job.plan.cluster.site_names)
+    return not _at_hand(ray_address, job).issuperset(job.plan.cluster.site_names)
 
 
 def _wait_for_sites(ray_address: str, job: Job) -> set[str]:
     """All of the job's sites, or after a while those at hand."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        found = sites_at_hand(ray_address, job.plan.cluster)
+        found = _at_hand(ray_address, job)
         if found.issuperset(job.plan.cluster.site_names) or time.monotonic() > deadline:
             return found
         time.sleep(1.0)
@@ -109,7 +114,7 @@ def _plan_for(job: Job, sites: set[str]) -> AnyPlan | None:
 def _watching(ray_address: str, job: Job, whole: Job, on_step: OnStep) -> OnStep:
     """``on_step``; when a checkpoint has been made and lost sites are back, it raises _SitesBackError."""
     lost = set(whole.plan.cluster.site_names) - set(job.plan.cluster.site_names)
-    asking = _Asking(lambda: bool(lost & sites_at_hand(ray_address, whole.plan.cluster)))
+    asking = _Asking(lambda: bool(lost & _at_hand(ray_address, whole)))
     newest: int | None = None
 
     def watched(record: StepRecord) -> None:

@@ -1,6 +1,6 @@
 """What a Ray cluster is asked: who answers, what its nodes have, and whether they reach each other.
 
-python -m hybridep.launch.ray_cluster cpus PARENT_PID ADDRESS       JSON: CPUs of nodes that answer, by site
+python -m hybridep.launch.ray_cluster room PARENT_PID ADDRESS       JSON: what nodes have that answer, by site
 python -m hybridep.launch.ray_cluster nodes PARENT_PID ADDRESS      JSON: of each node what ``ray_sites.Node`` has
 """
 
@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,20 +98,24 @@ class Examiner:
             return {address: reason for (address, _), reason in found if reason is not None}
 
 
-def cpus(address: str) -> dict[str, int]:
-    """CPUs, by site, of nodes that run a task within some seconds. What Ray knows of a node that has just been lost, or hangs,
-    is old."""
+def room(address: str) -> dict[str, dict[str, int]]:
+    """By site the CPUs and GPUs of nodes that run a task within some seconds, and the GPUs of all that there have been. What Ray
+    knows of a node that has just been lost, or hangs, is old; of one that was lost it still says what it had."""
     connect(address)
     asked: Any = ray.remote(_here)
-    nodes = {}
-    for node in _alive():
-        if LABEL in node["Labels"]:
-            nodes[asked.options(num_cpus=0, max_retries=0, scheduling_strategy=_there(node)).remote()] = node
-    found = Counter[str]()
-    for call, answer in _answers(list(nodes), _ANSWER_S):
+    calls = {}
+    # At one address the last one counts, which may be the one that was lost, started again.
+    known = {node["NodeManagerAddress"]: node for node in sorted(_labelled(), key=lambda node: bool(node["Alive"]))}
+    found = {node["Labels"][LABEL]: dict.fromkeys(("cpus", "gpus", "had_gpus"), 0) for node in known.values()}
+    for node in known.values():
+        found[node["Labels"][LABEL]]["had_gpus"] += _has(node, "GPU")
+        if node["Alive"]:
+            calls[asked.options(num_cpus=0, max_retries=0, scheduling_strategy=_there(node)).remote()] = node
+    for call, answer in _answers(list(calls), _ANSWER_S):
         if not isinstance(answer, RayError):
-            found[nodes[call]["Labels"][LABEL]] += int(nodes[call]["Resources"].get("CPU", 0))
-    return dict(found)
+            for name in ("CPU", "GPU"):
+                found[calls[call]["Labels"][LABEL]][name.lower() + "s"] += _has(calls[call], name)
+    return found
 
 
 def _here() -> None:
@@ -125,7 +128,7 @@ def nodes(address: str) -> list[dict[str, Any]]:
     examiner: Any = ray.remote(Examiner)
     found, actors, calls = list[dict[str, Any]](), dict[int, Any](), dict[Any, int]()
     for number, node in enumerate(_alive()):
-        has = {name.lower() + "s": int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU")}
+        has = {name.lower() + "s": _has(node, name) for name in ("CPU", "GPU")}
         found.append(
             {"dc": node["Labels"].get(LABEL), "address": node["NodeManagerAddress"], **has, "error": "it does not answer"}
         )
@@ -152,6 +155,15 @@ def _alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
+def _labelled() -> list[dict[str, Any]]:
+    """Also those that have been lost."""
+    return [node for node in ray.nodes() if LABEL in node["Labels"]]  # type: ignore[no-untyped-call]
+
+
+def _has(node: dict[str, Any], resource: str) -> int:
+    return int(node["Resources"].get(resource, 0))
+
+
 def _there(node: dict[str, Any]) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
@@ -170,7 +182,7 @@ def main() -> None:
     what, parent, address = sys.argv[1:]
     die_with_parent(int(parent))
     try:
-        answer = {"cpus": cpus, "nodes": nodes}[what](address)
+        answer = {"room": room, "nodes": nodes}[what](address)
     except UserError as error:
         sys.exit(str(error))
     print(json.dumps(answer), flush=True)

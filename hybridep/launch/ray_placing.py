@@ -29,12 +29,16 @@ class Share:
         return {"CPU": float(len(self.ranks))} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
+def ranks_per_gpu(ranks: int, gpus: int) -> int:
+    """Of a site: 1 where there are enough; 0 where there are none, and none is shared."""
+    return math.ceil(ranks / gpus) if gpus else 0
+
+
 def shares_of(dc: str, ranks: range, group: int, machines: Sequence[Machine], *, use_gpus: bool) -> list[Share] | None:
     """How the ranks of a site, ``group`` of which are neighbours on its innermost level, go to its machines; None where
     these have too little room. Each rank has a GPU of its own where there are enough of them, or none where there are none;
     otherwise as many share one everywhere, and the ranks of a machine are one share."""
-    all_gpus = sum(machine.gpus for machine in machines) if use_gpus else 0
-    per_gpu = math.ceil(len(ranks) / all_gpus) if all_gpus else 0
+    per_gpu = ranks_per_gpu(len(ranks), sum(machine.gpus for machine in machines) if use_gpus else 0)
     group = len(ranks) if per_gpu > 1 else group
     cpus, gpus = [machine.cpus for machine in machines], [machine.gpus for machine in machines]
     shares = []

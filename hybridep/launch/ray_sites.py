@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from hybridep.errors import UserError
 from hybridep.launch.host import child_environment
 from hybridep.launch.ray_nodes import DETECTION
+from hybridep.launch.ray_placing import ranks_per_gpu
 from hybridep.topology import Cluster
 
 _PATIENCE_S = 120.0
@@ -42,16 +44,21 @@ class Node:
     """Address of another node -> why no connection to it is possible from here."""
 
 
-def sites_at_hand(address: str, cluster: Cluster) -> set[str]:
-    """Names of the cluster's sites, each pod by itself, whose nodes answer and have a CPU for each rank; none where Ray cannot
-    be reached."""
+def sites_at_hand(address: str, cluster: Cluster, *, use_gpus: bool) -> set[str]:
+    """Names of the cluster's sites, each pod by itself, whose nodes answer and have room for its ranks: a CPU for each and, with
+    ``use_gpus``, no more of them on a GPU than when all the site's nodes were there. None where Ray cannot be reached."""
     try:
-        cpus, found = _ask("cpus", address, _PATIENCE_S), set[str]()
+        room, found = _ask("room", address, _PATIENCE_S), set[str]()
     except UserError:
         return set()
+    left = {}
+    for datacenter, pods in Counter(cluster.datacenters).items():
+        has = room.get(datacenter, {"cpus": 0, "gpus": 0, "had_gpus": 0})
+        per_gpu = ranks_per_gpu(pods * cluster.ranks_per_site, has["had_gpus"] if use_gpus else 0)
+        left[datacenter] = min(has["cpus"], has["gpus"] * per_gpu) if per_gpu else has["cpus"]
     for name, datacenter in zip(cluster.site_names, cluster.datacenters, strict=True):
-        if cpus.get(datacenter, 0) >= cluster.ranks_per_site:
-            cpus[datacenter] -= cluster.ranks_per_site
+        if left[datacenter] >= cluster.ranks_per_site:
+            left[datacenter] -= cluster.ranks_per_site
             found.add(name)
     return found
 

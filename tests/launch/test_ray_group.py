@@ -69,7 +69,7 @@ def test_neighbours_share_a_machine_and_have_its_gpus(tmp_path: Path, monkeypatc
         assert [(level.name, level.size) for level in shape.levels] == [("dc", 2), ("gpu", 4)]
         assert [(site.name, site.pods) for site in shape.sites] == [("oslo", 2), ("rome", 1)]
         job = job_of_pods(tmp_path)
-        assert sites_at_hand(nodes.address, job.plan.cluster) == set(job.plan.cluster.site_names)
+        assert sites_at_hand(nodes.address, job.plan.cluster, use_gpus=True) == set(job.plan.cluster.site_names)
         group = RayGroup(job, nodes.address, "oslo")
         group.start()
         try:

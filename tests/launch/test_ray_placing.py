@@ -62,9 +62,25 @@ def test_too_little_room() -> None:
     assert placed(4, 4, [(3, 8)]) is None
 
 
-def test_a_site_with_pods_is_at_hand_pod_by_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight ranks each: two of the large site's four, none of the middle one, and one of the two small ones."""
+@pytest.mark.parametrize(
+    ("gpus", "use_gpus", "found"),
+    [
+        # Of eight ranks each: two of the large site's four, none of the middle one, and one of the two small ones.
+        ({}, True, {"large-pod0", "large-pod1", "small-a"}),
+        # One machine of two is left, whose GPUs took a rank each, or two ranks.
+        ({"small-a": (4, 8)}, True, {"large-pod0", "large-pod1"}),
+        ({"small-a": (4, 8)}, False, {"large-pod0", "large-pod1", "small-a"}),
+        ({"small-a": (4, 4), "large": (8, 16)}, True, {"large-pod0", "large-pod1", "small-a"}),
+        ({"large": (8, 32)}, True, {"large-pod0", "small-a"}),
+    ],
+)
+def test_sites_at_hand_pod_by_pod(
+    gpus: dict[str, tuple[int, int]], use_gpus: bool, found: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpus = {"large": 23, "middle": 7, "small-a": 64, "elsewhere": 8}
-    answer = subprocess.CompletedProcess([], 0, stdout=f"some warning\n{json.dumps(cpus)}\n".encode())
+    room = {
+        dc: dict(zip(("cpus", "gpus", "had_gpus"), (number, *gpus.get(dc, (0, 0))), strict=True)) for dc, number in cpus.items()
+    }
+    answer = subprocess.CompletedProcess([], 0, stdout=f"some warning\n{json.dumps(room)}\n".encode())
     monkeypatch.setattr(subprocess, "run", lambda *words, **settings: answer)
-    assert sites_at_hand("somewhere", load_cluster("pods-4dc")) == {"large-pod0", "large-pod1", "small-a"}
+    assert sites_at_hand("somewhere", load_cluster("pods-4dc"), use_gpus=use_gpus) == found

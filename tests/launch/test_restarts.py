@@ -73,8 +73,8 @@ class Stage:
         self.jobs.append(job)
         yield Backend(name="played", group=self._attempts.pop(0)(job), shaped=False)
 
-    def _sites(self, address: str, cluster: Cluster) -> set[str]:
-        assert (address, cluster.ranks_per_site) == ("somewhere", 2)
+    def _sites(self, address: str, cluster: Cluster, *, use_gpus: bool) -> set[str]:
+        assert (address, cluster.ranks_per_site, use_gpus) == ("somewhere", 2, True)
         return set(self._at_hand.pop(0) if len(self._at_hand) > 1 else self._at_hand[0])
 
 

@@ -27,6 +27,7 @@ from hybridep.traffic import Op
 from runtime.barrier import MEETING, NUMBERS, SAVING, Barrier
 from runtime.channels import NUMBERED, Channels
 from runtime.mesh import Mesh
+from runtime.transport import _reason
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -421,3 +422,12 @@ def test_shaped_links_are_used_well(tmp_path: Path) -> None:
     # Headers: 66 bytes per piece that TCP hands over, of one packet (1448 bytes) at least, and acknowledgements.
     for sent in measured["sent_bytes"]:
         assert turns * payload_bytes <= sent < (1 + 66 / 1448 + 0.01) * turns * payload_bytes
+
+
+def test_of_gloo_errors_only_the_reason_is_told() -> None:
+    error = (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:16107. This is "
+        "typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error."
+    )
+    assert _reason(RuntimeError(error)) == "Connection closed by peer [127.0.0.1]:16107"
+    assert _reason(RuntimeError("Socket Timeout\nmore")) == "Socket Timeout" and _reason(RuntimeError()) == "no reason given"
