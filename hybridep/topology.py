@@ -93,6 +93,11 @@ class Cluster(ClusterFile):
         """``site_name``, and that of the site whose pod it is."""
         return self.sites[dc].labels if self.sites else (self.site_name(dc),)
 
+    @cached_property
+    def rank_datacenters(self) -> tuple[str, ...]:
+        """[G]: the site of each rank; of a pod's the one whose pod it is."""
+        return tuple(site for site in self.datacenters for _ in range(self.ranks_per_site))
+
     def in_one_site(self, a: int, b: int) -> bool:
         """Whether two of the outermost level are the same, or pods of the same site."""
         return self.datacenters[a] == self.datacenters[b]

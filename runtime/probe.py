@@ -81,12 +81,15 @@ class Probe:
     jitter_s: float
     """What an exchange that follows computation takes longer."""
     compute: ComputeProbe
+    """Of one rank that of its site, if that was asked for; of all together that of the slowest."""
     codecs: tuple[CodecProbe, ...] = ()
     pairs: tuple[PairProbe, ...] = ()
     """Of sites, each pod by itself; of one rank those that it is the source of. Measured only when asked for, as is what
     follows."""
     access: tuple[AccessProbe, ...] = ()
     """Of sites."""
+    site_compute: tuple[tuple[str, ComputeProbe], ...] = ()
+    """Of each site, where it was asked for; of all ranks together only."""
     several: LevelProbe | None = None
     """The outermost level over as many connections per pair of ranks as pairs were measured with at most."""
     contention: Contention | None = None
@@ -139,8 +142,16 @@ def _probe(
     found = [
         _level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1 and level >= first
     ]
+    alike = [other for other, site in enumerate(cluster.rank_datacenters) if site == cluster.rank_datacenters[rank]]
     compute = probe_compute(
-        cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds, device=mesh.device
+        cluster,
+        workload,
+        rank=rank,
+        barrier=barrier,
+        transport=transport,
+        seconds=seconds,
+        device=mesh.device,
+        ranks=alike if thorough else None,
     )
     codecs = probe_codecs(workload, Timing(barrier, seconds * _CODEC_SHARE, mesh.device, least=2))
     pairs: tuple[PairProbe, ...] = ()
@@ -179,21 +190,28 @@ def probe_of(fields: dict[str, Any]) -> Probe:
     inner = {"levels": levels, "compute": ComputeProbe(**fields["compute"]), "codecs": codecs, "pairs": pairs, "access": access}
     several = fields["several"] and LevelProbe(**fields["several"])
     contention = fields["contention"] and Contention(**fields["contention"])
-    return Probe(**{**fields, **inner, "several": several, "contention": contention})
+    return Probe(**{**fields, **inner, "site_compute": (), "several": several, "contention": contention})
 
 
-def summarise(probes: Sequence[Probe]) -> Probe:
-    """One cluster's numbers from those of all its ranks: medians, so that one rank's hiccup does not decide."""
+def summarise(probes: Sequence[Probe], sites: Sequence[str] = ()) -> Probe:
+    """One cluster's numbers from those of all its ranks: medians, so that one rank's hiccup does not decide. ``sites``: of each
+    rank, where each measured what computation takes at its own."""
+    by_site: dict[str, list[ComputeProbe]] = {}
+    for site, one in zip(sites, probes, strict=False):
+        by_site.setdefault(site, []).append(one.compute)
+    site_compute = {site: _medians(same) for site, same in by_site.items()}
+    slowest = min(site_compute.values(), key=lambda one: one.throughput_flops_per_s, default=None)
     several = [one.several for one in probes if one.several is not None]
     contentions = [one.contention for one in probes if one.contention is not None]
     return Probe(
         levels=tuple(_medians(same) for same in zip(*(each.levels for each in probes), strict=True)),
         jitter_s=statistics.median(one.jitter_s for one in probes),
         message_overhead_s=statistics.median(one.message_overhead_s for one in probes),
-        compute=_medians([one.compute for one in probes]),
+        compute=slowest or _medians([one.compute for one in probes]),
         codecs=tuple(_medians(same) for same in zip(*(each.codecs for each in probes), strict=True)),
         pairs=tuple(sorted((pair for one in probes for pair in one.pairs), key=lambda pair: (pair.src, pair.dst))),
         access=probes[0].access,
+        site_compute=tuple(site_compute.items()),
         several=_medians(several) if several else None,
         contention=_medians(contentions) if contentions else None,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,9 +78,11 @@ def probe_compute(
     transport: Transport,
     seconds: float,
     device: torch.device = CPU,
+    ranks: Sequence[int] | None = None,
 ) -> ComputeProbe:
-    """All ranks call it; each measurement lasts about ``seconds``."""
-    timed = Timing(barrier, seconds, device)
+    """All ranks call it; each measurement lasts about ``seconds``. What is found is that of the slowest of ``ranks``, or of all,
+    but for ``sharing``, which is the first site's."""
+    timed = Timing(barrier, seconds, device, ranks=ranks)
     model, rows = workload.model, int(workload.training.tokens) * workload.model.top_k
     per_home = -(-model.num_experts // cluster.num_gpus)
     few_s = _experts(workload, per_home, rows, transport, timed)
@@ -111,11 +113,18 @@ def probe_compute(
 
 
 class Timing:
-    """Medians of repeated work that all ranks start together. The same on all ranks: the slowest counts."""
+    """Medians of repeated work that all ranks start together, of which the slowest counts: of all, or of some."""
 
-    def __init__(self, barrier: Barrier, seconds: float, device: torch.device = CPU, least: int = _REPEATS) -> None:
-        """``device``: where the work is done."""
-        self.barrier, self.seconds, self.device, self.least = barrier, seconds, device, least
+    def __init__(
+        self,
+        barrier: Barrier,
+        seconds: float,
+        device: torch.device = CPU,
+        least: int = _REPEATS,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """``device``: where the work is done. ``ranks``: those that count here; all if None."""
+        self.barrier, self.seconds, self.device, self.least, self.ranks = barrier, seconds, device, least, ranks
 
     def once(self, work: Callable[[], object]) -> float:
         """Seconds of one ``work``, the same on all ranks."""
@@ -123,14 +132,16 @@ class Timing:
         return self.barrier.agree(seconds_of(work, self.device))
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """Seconds of one ``work`` until all ranks have done theirs: the median."""
+        """Seconds of one ``work`` until all ranks that count have done theirs: the median."""
         seconds_of(work, self.device)
         repeats = max(self.least, min(_MOST_REPEATS, int(self.seconds / max(self.once(work), 1e-6))))
         taken = []
         for _ in range(repeats):
             self.barrier.wait()
             taken.append(seconds_of(work, self.device))
-        return statistics.median(self.barrier.most(taken))
+        everyone = self.barrier.share_json(self.barrier.gather_json(taken))
+        counting = everyone if self.ranks is None else [everyone[rank] for rank in self.ranks]
+        return float(statistics.median(max(same) for same in zip(*counting, strict=True)))
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -266,7 +277,7 @@ def _sharing(rank: int, timed: Timing) -> float:
         for _ in range(_ALONE_PRODUCTS):
             torch.mm(a, a)
 
-    together_s = timed(work)
+    together_s = timed.barrier.agree(timed(work))
     alone_s = []
     for _ in range(_REPEATS):
         # Rank 0's clock decides; the others wait for its answer.

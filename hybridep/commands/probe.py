@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from runtime.probe import Probe
+    from runtime.probe_compute import ComputeProbe
     from runtime.probe_links import PairProbe
 
 AnyCluster = TypeVar("AnyCluster", bound="ClusterFile")
@@ -30,6 +31,10 @@ AT_ADDRESS = "ray"
 PAIRS_DIFFER = 0.2
 """Share of the median by which a pair's bandwidth or latency may differ before all pairs get links of their own, or a site's
 access rate before all sites get theirs."""
+GPUS_DIFFER = 0.2
+"""Share of the slowest site's rates by which another's may be higher before all sites get their own."""
+SHARED = 1.5
+"""From so many ranks at a time on a processor on, what they take is much by chance."""
 
 
 @verb(name="probe")
@@ -41,8 +46,8 @@ access rate before all sites get theirs."""
     "--thorough",
     is_flag=True,
     help="Measure every ordered pair of sites by itself, by message size and number of connections, what one connection may have "
-    "under way where several are faster, what leaves and enters each site, and how much computation and exchanges slow each "
-    "other, too; some seconds per pair.  [always where sites have pods]",
+    "under way where several are faster, what leaves and enters each site, what its GPUs take, and how much computation and "
+    "exchanges slow each other, too; some seconds per pair.  [always where sites have pods or GPUs of their own]",
 )
 @click.option(
     "--links/--no-links",
@@ -95,7 +100,7 @@ def command(
         if code is not None:
             return code
     found = measure(whole, workload, seconds, thorough=thorough, device=Device(device))
-    measured = with_pairs(with_access(with_measurements(given, found), found), found, links)
+    measured = with_pairs(with_access(with_gpus(with_measurements(given, found), found), found), found, links)
     write_yaml(path, measured.model_dump(mode="json", exclude_none=True))
     if as_json:
         answer = {"output": str(path), "shaped": in_lab(), "cluster": measured.model_dump(mode="json")}
@@ -139,9 +144,8 @@ def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3)
 def measure(
     cluster: Cluster, workload: Workload, seconds: float, *, thorough: bool = False, device: Device = Device.AUTO
 ) -> Probe:
-    """What all ranks of ``cluster`` find together; see ``measured_cluster``. Sites with pods imply ``thorough``. Raises
-    UserError where sites have GPUs of their own: the slowest rank counts, so one kind is measured."""
-    from hybridep.errors import UserError
+    """What all ranks of ``cluster`` find together; see ``measured_cluster``. Sites with pods or GPUs of
+    their own imply ``thorough``."""
     from hybridep.launch.backends import results_of
     from hybridep.launch.folders import scratch_folder
     from hybridep.launch.worker import Job
@@ -149,17 +153,12 @@ def measure(
     from planner import baseline
     from runtime.probe import probe_of, summarise
 
-    for site in cluster.sites:
-        if site.gpu is not None:
-            raise UserError(
-                f"sites.{site.name}.gpu: a probe measures one kind of GPU, that of the slowest rank; leave it out "
-                f"(--set sites.{site.name}.gpu=null) and give what differs by hand"
-            )
+    thorough |= any(site.part_of or site.gpu for site in cluster.sites)
     with scratch_folder() as folder:
         run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=folder, steps=1, device=device)
-        has_pods = any(site.part_of for site in cluster.sites)
-        job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds, thorough=thorough or has_pods)
-        return summarise([probe_of(fields) for fields in results_of(job, local=not os.environ.get("RAY_ADDRESS"))])
+        job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds, thorough=thorough)
+        probes = [probe_of(fields) for fields in results_of(job, local=not os.environ.get("RAY_ADDRESS"))]
+    return summarise(probes, cluster.rank_datacenters if thorough else ())
 
 
 def with_measurements(cluster: AnyCluster, found: Probe) -> AnyCluster:
@@ -185,20 +184,48 @@ def with_measurements(cluster: AnyCluster, found: Probe) -> AnyCluster:
         outer = levels[0].model_copy(update={"window": None if window_bytes is None else _rounded(window_bytes)})
         levels = (outer, *levels[1:])
     gpu = cluster.gpu.model_copy(
-        update={
-            "throughput": _rounded(found.compute.throughput_flops_per_s),
-            "memory_bandwidth": _rounded(found.compute.memory_bandwidth_bytes_per_s),
-            "block_overhead": _rounded(found.compute.block_overhead_s),
-            "expert_throughput": _rounded(found.compute.expert_throughput_flops_per_s),
-            "expert_overhead": _rounded(found.compute.expert_overhead_s),
+        update=_of_gpu(found.compute)
+        | {
             "sharing": _rounded(found.compute.sharing),
-            "pass_overhead": _rounded(found.compute.pass_overhead_s),
             "jitter": _rounded(found.jitter_s),
             "message_overhead": _rounded(found.message_overhead_s),
             "coding": _speeds(found),
         }
     )
     return cluster.model_copy(update={"levels": levels, "gpu": gpu})
+
+
+def with_gpus(cluster: AnyCluster, found: Probe) -> AnyCluster:
+    """The cluster with what each site's ranks take to compute, if sites have GPUs of their own or, where ranks share no
+    processors, one's throughput or memory bandwidth is further than ``GPUS_DIFFER`` from the slowest site's."""
+    from hybridep.gpus import SiteGpu
+    from hybridep.sites import Site
+
+    measured = dict(found.site_compute)
+    rates = [
+        tuple(getattr(one, name) for one in measured.values())
+        for name in ("throughput_flops_per_s", "expert_throughput_flops_per_s", "memory_bandwidth_bytes_per_s")
+    ]
+    differ = found.compute.sharing < SHARED and any(max(same) > (1 + GPUS_DIFFER) * min(same) for same in rates if same)
+    if not measured or not (differ or any(site.gpu for site in cluster.sites)):
+        return cluster
+    sites = []
+    for site in cluster.sites or tuple(Site(name=name) for name in cluster.site_names):
+        own = _of_gpu(measured[site.name])
+        sites.append(site.model_copy(update={"gpu": (site.gpu or SiteGpu()).model_copy(update=own)}))
+    return cluster.model_copy(update={"sites": tuple(sites)})
+
+
+def _of_gpu(found: ComputeProbe) -> dict[str, float]:
+    """The fields of ``gpus.SiteGpu`` that are measured."""
+    return {
+        "throughput": _rounded(found.throughput_flops_per_s),
+        "memory_bandwidth": _rounded(found.memory_bandwidth_bytes_per_s),
+        "block_overhead": _rounded(found.block_overhead_s),
+        "expert_throughput": _rounded(found.expert_throughput_flops_per_s),
+        "expert_overhead": _rounded(found.expert_overhead_s),
+        "pass_overhead": _rounded(found.pass_overhead_s),
+    }
 
 
 def with_pairs(cluster: AnyCluster, found: Probe, links: bool | None = None) -> AnyCluster:
@@ -309,6 +336,11 @@ def _show(given: ClusterFile, measured: ClusterFile) -> None:
             rates = [one and getattr(one, name) for one in (old.get(site.name), site)]
             if any(rates):
                 table.add_row(f"{site.name} {name}", *(format_bandwidth(rate) if rate else "" for rate in rates))
+        for name in ("throughput", "expert throughput", "memory bandwidth"):
+            speeds = [one and one.gpu and getattr(one.gpu, name.replace(" ", "_")) for one in (old.get(site.name), site)]
+            if any(speeds):
+                in_words = format_bandwidth if name.endswith("bandwidth") else format_throughput
+                table.add_row(f"{site.name} {name}", *(in_words(speed) if speed else "" for speed in speeds))
     gpus = given.gpu, measured.gpu
     table.add_row("throughput", *(format_throughput(gpu.throughput) for gpu in gpus))
     table.add_row("expert throughput", *(format_throughput(gpu.expert_throughput or gpu.throughput) for gpu in gpus))

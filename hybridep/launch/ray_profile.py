@@ -15,7 +15,8 @@ _UNMEASURED = {"bandwidth": "1 Gbps", "latency": "1 ms"}
 def profile(nodes: Sequence[Node]) -> dict[str, Any]:
     """Fields of a ``ClusterFile``: sites by label, in order of name, with a rank for each GPU that torch sees, or, where no node
     has any, for each CPU. All machines are made of nodes of one size, the largest possible, and where sites have unequal numbers
-    of these, of pods of one size. Raises UserError for labelled nodes that do not answer, or lack what others compute on."""
+    of these, of pods of one size. Sites with other GPUs than others have the memory of their own. Raises UserError for labelled
+    nodes that do not answer, or lack what others compute on."""
     labelled = [node for node in nodes if node.dc]
     if not labelled:
         raise UserError("no Ray node has a site: start nodes with --labels=dc=SITE")
@@ -39,10 +40,24 @@ def profile(nodes: Sequence[Node]) -> dict[str, Any]:
     levels = [{"name": "dc", "size": len(machines)} | _UNMEASURED | ({"pods": _UNMEASURED} if uneven else {})]
     levels += [{"name": "node", "size": pod} | _UNMEASURED] * (pod > 1)
     levels.append({"name": "gpu", "size": machine} | _UNMEASURED)
-    memory = min(min(size for _, size in node.devices) if on_gpus else node.memory_bytes // node.cpus for node in labelled)
+    kinds = {dc: sorted({kind for node in labelled if node.dc == dc for kind in node.devices}) for dc in machines}
+    if on_gpus:
+        memory = {dc: min(size for _, size in kinds[dc]) for dc in machines}
+    else:
+        memory = dict.fromkeys(machines, min(node.memory_bytes // node.cpus for node in labelled))
+    sites: list[dict[str, Any]] = [{"name": dc} for dc in machines]
+    for site in sites:
+        if uneven:
+            site["pods"] = machines[site["name"]] // pod
+        if any(other != kinds[site["name"]] for other in kinds.values()):
+            site["gpu"] = {"memory": _mebibytes(memory[site["name"]])}
     return {
         "name": "sites",
         "levels": levels,
-        "gpu": {"throughput": "1 TFLOPS", "memory": f"{memory >> 20} MiB", "memory_bandwidth": "1 GB/s"},
-        "sites": [{"name": dc} | ({"pods": number // pod} if uneven else {}) for dc, number in machines.items()],
+        "gpu": {"throughput": "1 TFLOPS", "memory": _mebibytes(min(memory.values())), "memory_bandwidth": "1 GB/s"},
+        "sites": sites,
     }
+
+
+def _mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes >> 20} MiB"

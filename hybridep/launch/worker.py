@@ -42,9 +42,8 @@ class Job:
 
     @property
     def dcs(self) -> tuple[str, ...]:
-        """Name of the datacenter of each rank; of a pod's the site whose pod it is."""
-        cluster = self.plan.cluster
-        return tuple(dc for dc in cluster.datacenters for _ in range(cluster.ranks_per_site))
+        """Name of the datacenter of each rank."""
+        return self.plan.cluster.rank_datacenters
 
     def to_json(self) -> str:
         """One line of JSON."""

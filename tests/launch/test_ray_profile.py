@@ -41,9 +41,13 @@ def test_shape(nodes: list[Node], levels: dict[str, int], pods: list[int | None]
     assert whole.num_gpus == sum(one.gpus or one.cpus for one in nodes if one.dc)
 
 
-def test_memory_is_that_of_the_smallest() -> None:
-    assert build(ClusterFile, profile([node("a", 8), node("b", 8, memory=40 << 30)]), "nodes").gpu.memory == 40 << 30
-    assert build(ClusterFile, profile([node("a", cpus=64), node("b", cpus=2)]), "nodes").gpu.memory == 4 << 30
+def test_memory_is_that_of_the_smallest_and_other_gpus_are_told_apart() -> None:
+    cluster = build(ClusterFile, profile([node("a", 8), node("b", 8, memory=40 << 30), node("b", 8), node("a", 8)]), "nodes")
+    assert cluster.gpu.memory == 40 << 30 and [site.gpu and site.gpu.memory for site in cluster.sites] == [80 << 30, 40 << 30]
+    alike = build(ClusterFile, profile([node("a", 8), node("b", 8)]), "nodes")
+    assert alike.gpu.memory == 80 << 30 and [site.gpu for site in alike.sites] == [None, None]
+    cpus = build(ClusterFile, profile([node("a", cpus=64), node("b", cpus=2)]), "nodes")
+    assert cpus.gpu.memory == 4 << 30 and [site.gpu for site in cpus.sites] == [None, None]
 
 
 @pytest.mark.parametrize(

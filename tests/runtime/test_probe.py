@@ -12,8 +12,9 @@ from torch import Tensor
 from training_cases import Case
 
 from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCodec
-from hybridep.commands.probe import with_access, with_measurements, with_pairs
+from hybridep.commands.probe import with_access, with_gpus, with_measurements, with_pairs
 from hybridep.config import build
+from hybridep.gpus import SiteGpu
 from hybridep.sites import ClusterFile
 from hybridep.topology import Cluster
 from runtime import probe as probe_module
@@ -45,7 +46,10 @@ def test_all_ranks_measure_plausible_numbers() -> None:
     store = host_store(ADDRESS, timeout_s=30)
     with RankPool(4, join=False) as pool:
         probes = pool.run(probe_job, store.port, case)
-    found = summarise(probes)
+    found = summarise(probes, case.plan().cluster.rank_datacenters)
+    assert probes[0].compute == probes[1].compute != probes[2].compute == probes[3].compute
+    assert dict(found.site_compute) == {"dc0": probes[0].compute, "dc1": probes[2].compute}
+    assert found.compute in dict(found.site_compute).values()
     assert [level.name for level in found.levels] == ["dc", "gpu"]
     for level in found.levels:
         assert 1e-6 < level.latency_s < 0.5
@@ -94,7 +98,7 @@ COMPUTE = ComputeProbe(
     expert_throughput_flops_per_s=4.0,
     expert_overhead_s=0.01,
     memory_bandwidth_bytes_per_s=7.0,
-    sharing=2.0,
+    sharing=1.0,
 )
 CODEC = CodecProbe(kind="tokens", codec="int8", encode_bytes_per_s=3.0, decode_bytes_per_s=2.0)
 USUAL = Probe(levels=(LEVEL,), message_overhead_s=0.2, jitter_s=0.3, compute=COMPUTE, codecs=(CODEC,))
@@ -249,3 +253,29 @@ def test_sites_with_pods_get_what_joins_pods_and_what_joins_sites() -> None:
     # It loads, with pods as sites.
     whole = build(Cluster, measured.model_dump(mode="json", exclude_none=True), "written")
     assert whole.sizes == (3, 2) and whole.datacenters == measured.datacenters == ("oslo", "oslo", "rome")
+
+
+def test_gpus_are_written_where_sites_differ() -> None:
+    cluster = Case(sizes=(2, 1), domains=(1, 1)).plan().cluster
+    fast = replace(COMPUTE, throughput_flops_per_s=8.0, expert_throughput_flops_per_s=7.0, block_overhead_s=0.02)
+    sites = cluster.rank_datacenters
+
+    def found(first: ComputeProbe) -> Probe:
+        return summarise([replace(USUAL, compute=first), USUAL], sites)
+
+    assert with_gpus(cluster, summarise([replace(USUAL, compute=fast), USUAL])) == cluster
+    assert with_gpus(cluster, found(replace(COMPUTE, throughput_flops_per_s=5.9))) == cluster
+    assert with_gpus(cluster, replace(found(fast), compute=replace(COMPUTE, sharing=2.0))) == cluster
+    # What holds for all is the slowest site's.
+    assert found(fast).compute == COMPUTE and with_measurements(cluster, replace(found(fast), levels=())).gpu.throughput == 5.0
+    written = with_gpus(cluster, found(fast))
+    gpus = [site.gpu for site in written.sites]
+    assert [one and (one.throughput, one.expert_throughput, one.block_overhead) for one in gpus] == [
+        (8.0, 7.0, 0.02),
+        (5.0, 4.0, 0.1),
+    ]
+    # Measured again: what is not measured stays.
+    given = SiteGpu.model_validate({"memory": "9 GiB", "price": "2 $/h"})
+    priced = written.model_copy(update={"sites": tuple(site.model_copy(update={"gpu": given}) for site in written.sites)})
+    again = with_gpus(priced, found(COMPUTE)).sites[0].gpu
+    assert again is not None and (again.memory, again.price, again.throughput) == (given.memory, given.price, 5.0)
