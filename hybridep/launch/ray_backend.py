@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridep.errors import HybridEPError, UserError
@@ -72,6 +72,8 @@ class Driver:
         self._shares: list[Share] = []
         self._actors: list[Any] = []
         """One for each share."""
+        self._node_of: dict[int, str] = {}
+        """Share -> Ray's id of the node where it is."""
         self._refs: dict[Any, int] = {}
         """Pending call -> the share whose actor it is for."""
         self._left = set(range(len(self._dcs)))
@@ -119,6 +121,7 @@ class Driver:
         except GetTimeoutError:
             needs = ", ".join(dict.fromkeys(f"{_in_words(share.resources)} in {share.dc}" for share in self._shares))
             raise UserError(f"Ray has no room for every rank after {_PLACE_TIMEOUT_S:g} s (on one node each: {needs})") from None
+        self._node_of = placement_group_table(group)["bundles_to_node_id"]
         return group
 
     def _share_out(self) -> str:
@@ -167,7 +170,7 @@ class Driver:
             self._unreachable.setdefault(number, (time.monotonic(), why))
             return
         except RayActorError as error:
-            self._fail(number, FailureKind.DIED, f"its Ray actor is gone: {_death(error)}")
+            self._fail(number, FailureKind.DIED, self._node_lost(number) or f"its Ray actor is gone: {_death(error)}")
             return
         except RayError as error:
             self._fail(number, FailureKind.ERROR, f"its Ray actor failed: {first_line(error)}")
@@ -182,6 +185,13 @@ class Driver:
             self._report(report)
         if not self._left.isdisjoint(self._shares[number].ranks):
             self._refs[self._actors[number].poll.remote()] = number
+
+    def _node_lost(self, number: int) -> str:
+        """Why the node of a share is no more; empty if it is."""
+        for node in ray.nodes():  # type: ignore[no-untyped-call]
+            if node["NodeID"] == self._node_of[number] and not node["Alive"]:
+                return f"its Ray node at {node['NodeManagerAddress']} is gone or does not answer"
+        return ""
 
     def _fail(self, number: int, kind: FailureKind, why: str) -> None:
         for rank in self._shares[number].ranks:

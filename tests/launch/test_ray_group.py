@@ -46,7 +46,8 @@ def job_of_pods(folder: Path) -> Job:
     cluster = build(Cluster, {"name": "two", "levels": levels, "gpu": gpu, "sites": sites}, "cluster")
     workload, domains = job.plan.workload, {"dc": 1, "gpu": 1}
     layers = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains=domains, migration={})
-    return replace(job, plan=Plan(cluster=cluster, workload=workload, layers=(layers,)))
+    run = job.run.model_copy(update={"steps": 100_000})
+    return replace(job, run=run, plan=Plan(cluster=cluster, workload=workload, layers=(layers,)))
 
 
 def events_until(group: RayGroup, enough: Callable[[list[Event]], bool]) -> list[Event]:
@@ -89,6 +90,18 @@ def test_neighbours_share_a_machine_and_have_its_gpus(tmp_path: Path, monkeypatc
             events = events_until(group, lambda found: any(isinstance(one, Failed) and one.rank == 3 for one in found))
             [why] = [one.why for one in events if isinstance(one, Failed) and one.rank == 3]
             assert why.startswith(f"process {begun[3].pid} was ended by SIGTERM (its output: {tmp_path}/logs/rank-3.log")
+        finally:
+            group.abort()
+        group = RayGroup(job, nodes.address, "oslo")
+        group.start()
+        try:
+            events = events_until(group, lambda found: sum(isinstance(one, Started) for one in found) == 8)
+            there = {one.rank for one in events if isinstance(one, Started) and one.address == "127.0.0.3"}
+            nodes._nodes[1].kill()
+            gone = "its Ray node at 127.0.0.3 is gone or does not answer"
+            events = events_until(group, lambda found: any(isinstance(one, Failed) and one.why == gone for one in found))
+            lost = {one.rank for one in events if isinstance(one, Failed) and one.why == gone}
+            assert lost and lost <= there, [one for one in events if isinstance(one, Failed)]
         finally:
             group.abort()
         deadline = time.monotonic() + 10
