@@ -89,7 +89,8 @@ def command(
     sorted_out = sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD))
     workload = load_workload(model, sorted_out[Kind.WORKLOAD])
     # As it is written: with pods that are no sites yet.
-    given = (at_address if cluster == AT_ADDRESS else partial(load_cluster_file, cluster))(sorted_out[Kind.CLUSTER])
+    load = partial(at_address, Device(device)) if cluster == AT_ADDRESS else partial(load_cluster_file, cluster)
+    given = load(sorted_out[Kind.CLUSTER])
     whole = Cluster.model_validate(given.model_dump(mode="json", exclude_none=True))
     path = output or Path(f"{given.name}-measured.yaml")
     require_writable("--output", path.parent)
@@ -120,7 +121,7 @@ def command(
     return 0
 
 
-def at_address(overrides: Sequence[str]) -> ClusterFile:
+def at_address(device: Device, overrides: Sequence[str]) -> ClusterFile:
     """What the Ray cluster at RAY_ADDRESS has, with ``--set`` applied; nothing of it is measured yet. Raises UserError."""
     from hybridep.commands.inputs import build_with
     from hybridep.errors import UserError
@@ -133,7 +134,8 @@ def at_address(overrides: Sequence[str]) -> ClusterFile:
         raise UserError(
             f"cluster {AT_ADDRESS!r}: RAY_ADDRESS is not set; set it to the address of a Ray cluster, or name a cluster file"
         )
-    return build_with(ClusterFile, profile(nodes_of(address)), f"RAY_ADDRESS={address}", overrides)
+    fields = profile(nodes_of(address), use_gpus=device is not Device.CPU)
+    return build_with(ClusterFile, fields, f"RAY_ADDRESS={address}", overrides)
 
 
 def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3) -> Cluster:

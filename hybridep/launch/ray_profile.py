@@ -12,18 +12,18 @@ from hybridep.launch.ray_sites import Node
 _UNMEASURED = {"bandwidth": "1 Gbps", "latency": "1 ms"}
 
 
-def profile(nodes: Sequence[Node]) -> dict[str, Any]:
-    """Fields of a ``ClusterFile``: sites by label, in order of name, with a rank for each GPU that torch sees, or, where no node
-    has any, for each CPU. All machines are made of nodes of one size, the largest possible, and where sites have unequal numbers
-    of these, of pods of one size. Sites with other GPUs than others have the memory of their own. Raises UserError for labelled
-    nodes that do not answer, or lack what others compute on."""
+def profile(nodes: Sequence[Node], *, use_gpus: bool = True) -> dict[str, Any]:
+    """Fields of a ``ClusterFile``: sites by label, in order of name, with a rank for each GPU that torch sees, or for each CPU
+    where no node has any, or none is to be used. All machines are made of nodes of one size, the largest possible, and where
+    sites have unequal numbers of these, of pods of one size. Sites with other GPUs than others have the memory of their own.
+    Raises UserError for labelled nodes that do not answer, or lack what others compute on."""
     labelled = [node for node in nodes if node.dc]
     if not labelled:
         raise UserError("no Ray node has a site: start nodes with --labels=dc=SITE")
     for node in labelled:
         if node.error:
             raise UserError(f"the Ray node of {node.dc} at {node.address}: {node.error}; `hybridep doctor` tells more")
-    on_gpus = any(node.devices for node in labelled)
+    on_gpus = use_gpus and any(node.devices for node in labelled)
     ranks = dict[str, list[int]]()
     for node in labelled:
         here = len(node.devices) if on_gpus else node.cpus
@@ -40,7 +40,7 @@ def profile(nodes: Sequence[Node]) -> dict[str, Any]:
     levels = [{"name": "dc", "size": len(machines)} | _UNMEASURED | ({"pods": _UNMEASURED} if uneven else {})]
     levels += [{"name": "node", "size": pod} | _UNMEASURED] * (pod > 1)
     levels.append({"name": "gpu", "size": machine} | _UNMEASURED)
-    kinds = {dc: sorted({kind for node in labelled if node.dc == dc for kind in node.devices}) for dc in machines}
+    kinds = {dc: sorted({kind for node in labelled if node.dc == dc for kind in node.devices if on_gpus}) for dc in machines}
     if on_gpus:
         memory = {dc: min(size for _, size in kinds[dc]) for dc in machines}
     else:
@@ -52,7 +52,7 @@ def profile(nodes: Sequence[Node]) -> dict[str, Any]:
         if any(other != kinds[site["name"]] for other in kinds.values()):
             site["gpu"] = {"memory": _mebibytes(memory[site["name"]])}
     return {
-        "name": "sites",
+        "name": "ray",
         "levels": levels,
         "gpu": {"throughput": "1 TFLOPS", "memory": _mebibytes(min(memory.values())), "memory_bandwidth": "1 GB/s"},
         "sites": sites,

@@ -9,6 +9,7 @@ from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.launch.ray_profile import profile
 from hybridep.launch.ray_sites import Node
+from hybridep.run import Device
 from hybridep.sites import ClusterFile
 from hybridep.topology import Cluster
 
@@ -39,6 +40,8 @@ def test_shape(nodes: list[Node], levels: dict[str, int], pods: list[int | None]
     assert [site.pods for site in cluster.sites] == pods
     whole = build(Cluster, profile(nodes), "nodes")
     assert whole.num_gpus == sum(one.gpus or one.cpus for one in nodes if one.dc)
+    on_cpus = build(Cluster, profile(nodes, use_gpus=False), "nodes")
+    assert on_cpus.num_gpus == sum(one.cpus for one in nodes if one.dc)
 
 
 def test_memory_is_that_of_the_smallest_and_other_gpus_are_told_apart() -> None:
@@ -68,4 +71,4 @@ def test_what_cannot_train_is_named(nodes: list[Node], said: str) -> None:
 def test_without_an_address_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match="cluster 'ray': RAY_ADDRESS is not set"):
-        at_address([])
+        at_address(Device.AUTO, [])
