@@ -19,6 +19,10 @@ _LARGEST, _LEAST_EPSILON = 1e9, 1e-30
 """Of the optimizer's numbers, which it computes with in fp32: products and quotients of these are finite there."""
 
 
+LOCAL_RANK = "LOCAL_RANK"
+"""Environment variable that numbers a machine's ranks, as torchrun has it."""
+
+
 class Device(Enum):
     """Where ranks compute."""
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import resource
 
 import torch
 
 from hybridep.errors import UserError
-from hybridep.run import Device
+from hybridep.run import LOCAL_RANK, Device
 from runtime.kernels.build import LOWEST_ARCH
 
 CPU = torch.device("cpu")
 
 
 def choose_device(wanted: Device, rank: int) -> torch.device:
-    """The device of a global rank. GPUs of a machine are handed out in turn, so ranks share them where there are fewer.
+    """The device of a global rank. GPUs of a machine are handed out to its ranks in turn (``LOCAL_RANK``; by ``rank`` where that
+    is not set), so ranks share them where there are fewer.
     Raises UserError when a GPU is wanted and torch sees none that the kernels run on."""
     number = torch.cuda.device_count() if wanted is not Device.CPU and torch.cuda.is_available() else 0
     if not number:
         if wanted is Device.CUDA:
             raise UserError("run.device: cuda, but torch sees no CUDA device; install a CUDA build of torch, or set it to cpu")
         return CPU
-    device = torch.device("cuda", rank % number)
+    device = torch.device("cuda", int(os.environ.get(LOCAL_RANK, rank)) % number)
     major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor < LOWEST_ARCH:
         if wanted is Device.CUDA:

@@ -21,6 +21,7 @@ from hybridep.launch.lab import DC_VARIABLE
 from hybridep.launch.lab_links import enter_namespace
 from hybridep.launch.reports import Rendezvous, ReportWriter
 from hybridep.launch.worker import Job, run_rank
+from hybridep.run import LOCAL_RANK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,9 @@ class Files:
     told: int
 
 
-def fork_rank(rank: int, place: Place, files: Files, others: list[Files], job: Job, launcher_pid: int) -> None:
-    """Returns in the parent; the child becomes the rank, and ends with its work or with the launcher."""
+def fork_rank(rank: int, number: int, place: Place, files: Files, others: list[Files], job: Job, launcher_pid: int) -> None:
+    """Returns in the parent; the child becomes the rank, and ends with its work or with the launcher. ``number``: of the rank
+    among those here."""
     parent_pid = os.getpid()
     if os.fork():
         return
@@ -57,6 +59,7 @@ def fork_rank(rank: int, place: Place, files: Files, others: list[Files], job: J
     if place.namespace is not None:
         enter_namespace(place.namespace)
         os.environ[DC_VARIABLE] = place.dc
+    os.environ[LOCAL_RANK] = str(number)
 
     def meet() -> Rendezvous:
         return Rendezvous(**json.loads(sys.stdin.readline()))
@@ -82,7 +85,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     for number, (rank, place, files) in enumerate(ranks):
-        fork_rank(rank, place, files, [one[2] for one in ranks[number + 1 :]], job, launcher_pid)
+        fork_rank(rank, number, place, files, [one[2] for one in ranks[number + 1 :]], job, launcher_pid)
         os.close(files.report)
         os.close(files.told)
     os._exit(0)

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ _UNREACHABLE_S = 8.0
 class MachineActor:
     """Some ranks of a job, as processes of the node that this Ray actor is on."""
 
-    def start(self, job_text: str, ranks: range) -> list[Report]:
+    def start(self, job_text: str, ranks: Sequence[int]) -> list[Report]:
         """Begin to bring them up. A failure is a report, not an exception."""
         dc = str(ray.get_runtime_context().get_node_labels().get(LABEL, ""))
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]

@@ -29,6 +29,7 @@ from hybridep.launch.lab_links import in_namespace
 
 START_TIMEOUT_S = 120.0
 _STOP_S = 15.0
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _HOLD = "hold"
 _LOG_BYTES = 1 << 20
 _OBJECT_STORE_BYTES = 80_000_000
@@ -129,7 +130,7 @@ class RayNodes:
         self._logs.append(log := os.memfd_create("start.log"))
         return subprocess.Popen(
             command,
-            env=child_environment(DETECTION | WORKERS),
+            env=child_environment(DETECTION | WORKERS | gpus_of(index, len(self._places), _gpus())),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -161,6 +162,20 @@ class RayNodes:
         while self._logs:
             os.close(self._logs.pop())
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def gpus_of(index: int, nodes: int, gpus: Sequence[str]) -> dict[str, str]:
+    """The environment in which one of so many nodes of this machine finds its share of the machine's GPUs; they share them where
+    there are fewer."""
+    return {_GPUS: ",".join(gpus[index::nodes] or [gpus[index % len(gpus)]])} if gpus else {}
+
+
+def _gpus() -> list[str]:
+    """Those that this process may use, as CUDA names them."""
+    given = os.environ.get(_GPUS)
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 def require_labels(dcs: Sequence[str]) -> None:

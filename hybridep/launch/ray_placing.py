@@ -17,10 +17,10 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Consecutive ranks of one site on one machine; Ray reserves a CPU for each, and this many GPUs."""
+    """Ranks of one site on one machine; Ray reserves a CPU for each, and this many GPUs."""
 
     dc: str
-    ranks: range
+    ranks: tuple[int, ...]
     gpus: int
 
     @property
@@ -37,21 +37,17 @@ def ranks_per_gpu(ranks: int, gpus: int) -> int:
 def shares_of(dc: str, ranks: range, group: int, machines: Sequence[Machine], *, use_gpus: bool) -> list[Share] | None:
     """How the ranks of a site, ``group`` of which are neighbours on its innermost level, go to its machines; None where
     these have too little room. Each rank has a GPU of its own where there are enough of them, or none where there are none;
-    otherwise as many share one everywhere, and the ranks of a machine are one share."""
+    otherwise as many share one everywhere."""
     per_gpu = ranks_per_gpu(len(ranks), sum(machine.gpus for machine in machines) if use_gpus else 0)
-    group = len(ranks) if per_gpu > 1 else group
-    cpus, gpus = [machine.cpus for machine in machines], [machine.gpus for machine in machines]
-    shares = []
+    room = [min(machine.cpus, machine.gpus * per_gpu) if per_gpu else machine.cpus for machine in machines]
+    held: list[list[int]] = [[] for _ in machines]
     for first in range(ranks.start, ranks.stop, group):
         left = range(first, first + group)
         while left:
-            rooms = [min(free, gpus[at] * per_gpu) if per_gpu else free for at, free in enumerate(cpus)]
-            at = max(range(len(rooms)), key=rooms.__getitem__, default=None)
-            if at is None or rooms[at] < 1:
+            at = max(range(len(room)), key=room.__getitem__, default=None)
+            if at is None or room[at] < 1:
                 return None
-            here, left = left[: rooms[at]], left[rooms[at] :]
-            share = Share(dc=dc, ranks=here, gpus=math.ceil(len(here) / per_gpu) if per_gpu else 0)
-            cpus[at] -= len(here)
-            gpus[at] -= share.gpus
-            shares.append(share)
-    return shares
+            here, left = left[: room[at]], left[room[at] :]
+            held[at] += here
+            room[at] -= len(here)
+    return [Share(dc=dc, ranks=tuple(here), gpus=math.ceil(len(here) / per_gpu) if per_gpu else 0) for here in held if here]

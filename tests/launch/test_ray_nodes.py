@@ -20,7 +20,7 @@ from launch_cases import left_running
 from hybridep.errors import UserError
 from hybridep.launch.host import child_environment
 from hybridep.launch.lab import probe_lab
-from hybridep.launch.ray_nodes import RayNodes, RayStartError, places_on_loopback, require_labels
+from hybridep.launch.ray_nodes import RayNodes, RayStartError, gpus_of, places_on_loopback, require_labels
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -72,6 +72,14 @@ def misled(popen: Callable[..., Any], command: list[str], **settings: Any) -> An
     """Starts a holder that says something, takes its folder along and ends."""
     folder = command[command.index("hold") + 2]
     return popen(["sh", "-c", 'echo "it is broken"; rm -r "$1"; exit 7', "sh", folder], **settings)
+
+
+def test_nodes_of_one_machine_share_out_its_gpus() -> None:
+    def shared(nodes: int, *gpus: str) -> list[str]:
+        return [gpus_of(index, nodes, gpus)["CUDA_VISIBLE_DEVICES"] for index in range(nodes)]
+
+    assert shared(2, *"01234567") == ["0,2,4,6", "1,3,5,7"] and shared(3, *"0123") == ["0,3", "1", "2"]
+    assert shared(4, "5", "7") == ["5", "7", "5", "7"] and gpus_of(0, 4, []) == {}
 
 
 @pytest.mark.parametrize("name", ["São Paulo", "-x", "x.", "a b", "x" * 64, "a\n"])

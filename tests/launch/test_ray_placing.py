@@ -21,7 +21,7 @@ def placed(
     if shares is None:
         return None
     assert {share.dc for share in shares} == {"oslo"}
-    assert [rank for share in shares for rank in share.ranks] == list(range(8, 8 + ranks))
+    assert sorted(rank for share in shares for rank in share.ranks) == list(range(8, 8 + ranks))
     return [(list(share.ranks), share.resources) for share in shares]
 
 
@@ -34,7 +34,9 @@ def placed(
         (16, 8, [(96, 8), (96, 8)], False, [8, 8], [0, 0]),
         # Workers of the innermost level stay together where a machine has room for one.
         (8, 4, [(64, 6), (64, 4)], True, [4, 4], [4, 4]),
-        (6, 3, [(4, 0), (2, 0)], True, [3, 2, 1], [0, 0, 0]),
+        (6, 3, [(4, 0), (2, 0)], True, [4, 2], [0, 0]),
+        # Several on one machine are one share.
+        (8, 2, [(64, 4), (64, 4)], True, [4, 4], [4, 4]),
         # Fewer GPUs than ranks: as many on each.
         (4, 4, [(64, 1), (64, 1)], True, [2, 2], [1, 1]),
         (4, 2, [(64, 1)], True, [4], [1]),
@@ -54,6 +56,13 @@ def test_shares(
     assert [resources for _, resources in shares] == [
         {"CPU": float(size)} | ({"GPU": float(number)} if number else {}) for size, number in zip(sizes, gpus, strict=True)
     ]
+
+
+def test_neighbours_stay_together() -> None:
+    shares = placed(8, 2, [(64, 4), (64, 4)])
+    assert shares is not None and [ranks for ranks, _ in shares] == [[8, 9, 12, 13], [10, 11, 14, 15]]
+    shares = placed(6, 3, [(4, 0), (2, 0)])
+    assert shares is not None and [ranks for ranks, _ in shares] == [[8, 9, 10, 13], [11, 12]]
 
 
 def test_too_little_room() -> None:

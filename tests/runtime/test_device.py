@@ -24,9 +24,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> Non
 
 def test_ranks_share_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, (9, 0), (8, 0))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     for wanted in (Device.AUTO, Device.CUDA):
         assert [choose_device(wanted, rank) for rank in range(4)] == [torch.device("cuda", index) for index in (0, 1, 0, 1)]
     assert choose_device(Device.CPU, 3) == CPU
+    # A machine's ranks need not be in a row.
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device(Device.AUTO, 12) == torch.device("cuda", 1)
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
