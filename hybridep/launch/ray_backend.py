@@ -76,6 +76,10 @@ class Driver:
         """Share -> Ray's id of the node where it is."""
         self._refs: dict[Any, int] = {}
         """Pending call -> the share whose actor it is for."""
+        self._up: set[int] = set()
+        """Shares whose actors have started their ranks."""
+        self._place: Rendezvous | None = None
+        """Where rank 0 listens."""
         self._left = set(range(len(self._dcs)))
         """Ranks."""
         self._lost: set[str] = set()
@@ -175,10 +179,16 @@ class Driver:
         except RayError as error:
             self._fail(number, FailureKind.ERROR, f"its Ray actor failed: {first_line(error)}")
             return
+        if number not in self._up:
+            # An actor's calls may run side by side: before its ranks are there none of them would be told.
+            self._up.add(number)
+            if self._place is not None:
+                self._actors[number].meet.remote(self._place)
         for report in result:
             if isinstance(report, Rendezvous):
-                for handle in self._actors:
-                    handle.meet.remote(report)
+                self._place = report
+                for there in self._up:
+                    self._actors[there].meet.remote(report)
                 continue
             if isinstance(report, Finished | Failed):
                 self._left.discard(report.rank)

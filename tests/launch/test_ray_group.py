@@ -10,17 +10,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from launch_cases import left_running, make_job
 
 from hybridep.config import build
-from hybridep.launch import host
+from hybridep.launch import host, ray_backend
 from hybridep.launch.ray_group import RayGroup
 from hybridep.launch.ray_nodes import NodePlace, RayNodes
+from hybridep.launch.ray_placing import Share
 from hybridep.launch.ray_profile import profile
 from hybridep.launch.ray_sites import nodes_of, sites_at_hand
+from hybridep.launch.reports import Rendezvous
 from hybridep.launch.worker import Job
 from hybridep.launch.worker_group import Event, Failed, Started
 from hybridep.plan import LayerGroup, Plan
@@ -55,6 +58,31 @@ def events_until(group: RayGroup, enough: Callable[[list[Event]], bool]) -> list
     while not enough(found) and time.monotonic() < deadline:
         found += group.poll(0.2)
     return found
+
+
+class Actor:
+    """Takes note of what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.meet, self.poll = SimpleNamespace(remote=self.told.append), SimpleNamespace(remote=object)
+
+
+@pytest.mark.turns(1)
+def test_ranks_that_start_late_are_told_where_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And early ones not before they are there, since an actor's calls may overtake each other."""
+    monkeypatch.setattr(ray_backend.ray, "get", lambda reports: reports)
+    driver = ray_backend.Driver(job_of_pods(tmp_path), lambda report: None)
+    driver._shares = [Share(dc="oslo", ranks=(first, first + 1), gpus=0) for first in (0, 2, 4)]
+    actors = driver._actors = [Actor(), Actor(), Actor()]
+    place = Rendezvous(address="127.0.0.2", port=7)
+    driver._take([], 0)
+    driver._take([], 1)
+    assert [actor.told for actor in actors] == [[], [], []]
+    driver._take([place], 0)
+    assert [actor.told for actor in actors] == [[place], [place], []]
+    driver._take([], 2)
+    assert [actor.told for actor in actors] == [[place], [place], [place]]
 
 
 def test_neighbours_share_a_machine_and_have_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
