@@ -144,7 +144,8 @@ class Driver:
             shares = shares_of(dc, ranks, min(cluster.ranks_per_site, cluster.sizes[-1]), machines, use_gpus=use_gpus)
             if shares is None:
                 has = ", ".join(_in_words({"CPU": one.cpus, "GPU": one.gpus}) for one in machines)
-                return f"{dc}: its Ray nodes have too few CPUs for {number} ranks, each of which takes one (nodes there: {has})"
+                those = "nodes with GPUs" if use_gpus and any(one.gpus for one in machines) else "nodes"
+                return f"{dc}: its Ray {those} have too few CPUs for {number} ranks, each of which takes one (nodes there: {has})"
             self._shares += shares
         return ""
 
