@@ -94,31 +94,49 @@ def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None], lo
 
 
 class Made:
-    """What a summary needs of the steps made. A step that is made again counts once, as it was made last."""
+    """What a summary needs of the steps made. A step that is made again counts once, as it was made last; one whose reports a
+    lost machine took along does not, though a checkpoint may have it."""
 
     def __init__(self) -> None:
-        self.first_step: int | None = None
-        self.losses: list[float | None] = []
+        self._steps: dict[int, tuple[float | None, float, float, int]] = {}
+        """Step -> loss, seconds, tokens a second and bytes between sites, in order of steps."""
         self.validation_loss: float | None = None
         """The last one."""
-        self.times_s: list[float] = []
-        self.tokens_per_s: list[float] = []
-        self.wan_bytes: list[int] = []
         self.peak_bytes = 0
 
     def add(self, record: StepRecord) -> None:
         """Count a step; those from it on that were made before no longer do."""
-        if self.first_step is None or record.step < self.first_step:
-            self.first_step = record.step
-        for kept in (self.losses, self.times_s, self.tokens_per_s, self.wan_bytes):
-            del kept[record.step - self.first_step :]
-        self.losses.append(finite(record.loss))
+        while self._steps and next(reversed(self._steps)) >= record.step:
+            self._steps.popitem()
+        self._steps[record.step] = finite(record.loss), record.step_s, record.tokens_per_s, record.wan_bytes
         if record.validation_loss is not None:
             self.validation_loss = finite(record.validation_loss)
-        self.times_s.append(record.step_s)
-        self.tokens_per_s.append(record.tokens_per_s)
-        self.wan_bytes.append(record.wan_bytes)
         self.peak_bytes = max(self.peak_bytes, record.peak_bytes)
+
+    @property
+    def first_step(self) -> int | None:
+        """None before there is one."""
+        return next(iter(self._steps), None)
+
+    @property
+    def losses(self) -> list[float | None]:
+        """Of each step, as what follows."""
+        return [loss for loss, _, _, _ in self._steps.values()]
+
+    @property
+    def times_s(self) -> list[float]:
+        """Seconds."""
+        return [step_s for _, step_s, _, _ in self._steps.values()]
+
+    @property
+    def tokens_per_s(self) -> list[float]:
+        """Of all ranks together."""
+        return [tokens_per_s for _, _, tokens_per_s, _ in self._steps.values()]
+
+    @property
+    def wan_bytes(self) -> list[int]:
+        """Over the outermost level."""
+        return [wan_bytes for _, _, _, wan_bytes in self._steps.values()]
 
 
 def summarise(job: Job, backend: Backend, made: Made, error: BaseException | None) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +21,7 @@ from launch_cases import left_running, make_job
 
 from hybridep.config import build
 from hybridep.launch import host, ray_backend
+from hybridep.launch.host import child_environment
 from hybridep.launch.ray_group import RayGroup
 from hybridep.launch.ray_nodes import NodePlace, RayNodes
 from hybridep.launch.ray_placing import Share
@@ -136,3 +140,64 @@ def test_neighbours_share_a_machine_and_have_its_gpus(tmp_path: Path, monkeypatc
         while left_running(tmp_path / "x") and time.monotonic() < deadline:
             time.sleep(0.1)
         assert left_running(tmp_path / "x") == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.turns(8)
+def test_a_site_goes_on_with_the_machines_that_are_left(run_file: Path) -> None:
+    """Of one with two pods; and takes another machine in the place of the lost one, with the losses of an unbroken run."""
+    cluster = run_file.with_name("cluster.yaml")
+    text = cluster.read_text().replace("latency: 0.2 ms}", "latency: 0.2 ms, pods: {bandwidth: 1 Gbps, latency: 0.1 ms}}", 1)
+    cluster.write_text(text.replace("{name: oslo}", "{name: oslo, pods: 2}"), encoding="utf-8")
+    command = [sys.executable, "-m", "hybridep.cli", "train", str(run_file), "--set", "workload.training.dtype=fp64"]
+    command += ["--set", "checkpoints.every_steps=10", "--set", "checkpoints.keep=2"]
+    places = [NodePlace(dc=dc, address=f"127.0.0.{number}") for dc, number in (("oslo", 2), ("oslo", 3), ("rome", 4))]
+    folder = run_file.with_name("output")
+    with RayNodes(places, 1) as nodes:
+        environment = child_environment({"RAY_ADDRESS": nodes.address})
+        words = [*command, "--set", "steps=100000", "--max-restarts", "1"]
+        with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            said = list[str]()
+
+            def until(what: str) -> None:
+                assert process.stderr is not None
+                for line in process.stderr:
+                    said.append(line)
+                    if what in line:
+                        return
+                pytest.fail(f"it never said {what!r}: {said}")
+
+            try:
+                until("3 ranks, ray")
+                until("step ")
+                while len(steps_of(folder)) < 25:
+                    time.sleep(0.1)
+                nodes._nodes[1].kill()
+                until("goes on without oslo-pod1")
+                until("2 ranks, ray")
+                until("step ")
+                nodes._places.append(NodePlace(dc="oslo", address="127.0.0.5"))
+                nodes._nodes.append(nodes._start_node(3, [f"--address={nodes.address}"]))
+                until("lost sites are back")
+                until("3 ranks, ray")
+                until("step ")
+                process.send_signal(signal.SIGINT)
+                process.communicate(timeout=60)
+            finally:
+                process.kill()
+    made = {one["step"]: one["loss"] for one in steps_of(folder)}
+    assert list(made) == sorted(made) and len(made) > 60
+    unbroken = [*command, "--local", "--set", "steps=60", "--set", f"run.output={folder}-unbroken"]
+    subprocess.run(unbroken, env=child_environment(), check=True, capture_output=True, timeout=100)
+    expected = {one["step"]: one["loss"] for one in steps_of(Path(f"{folder}-unbroken"))}
+    # Without those whose reports the lost machine took along.
+    assert {step: loss for step, loss in expected.items() if step in made} == {
+        step: pytest.approx(loss, rel=1e-7) for step, loss in made.items() if step <= 60
+    }
+    assert left_running(run_file) == []
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    log = folder / "steps.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")] if log.exists() else []

@@ -244,6 +244,10 @@ def test_a_step_counts_as_it_was_made_last() -> None:
     for step, loss in ((3, 5.0), (4, 4.0), (5, 3.0), (4, 4.5), (5, 3.5)):
         made.add(add_up([replace(report(0, step, None), loss_sum=loss, step_s=loss, wan_bytes=step)]))
     assert (made.first_step, made.losses, made.times_s, made.wan_bytes) == (3, [5.0, 4.5, 3.5], [5.0, 4.5, 3.5], [3, 4, 5])
+    # The reports of steps 6 to 8 went with a machine, not their checkpoint.
+    for step in (9, 10, 9):
+        made.add(add_up([replace(report(0, step, None), loss_sum=float(step))]))
+    assert (made.first_step, made.losses) == (3, [5.0, 4.5, 3.5, 9.0])
     made.add(add_up([report(0, 2, None)]))
     assert (made.first_step, made.losses) == (2, [1.0])
 
