@@ -169,7 +169,12 @@ class ClusterFile(Strict):
         """[DCs]: those of all."""
         return tuple(self.site_name(dc) for dc in range(self.levels[0].size))
 
+    @property
+    def named_sites(self) -> tuple[Site, ...]:
+        """All sites, also where the file has none."""
+        return self.sites or tuple(Site(name=name) for name in self.site_names)
+
     @cached_property
     def datacenters(self) -> tuple[str, ...]:
         """[DCs], where each pod is one: the site that each is, or is a pod of."""
-        return tuple(site.labels[-1] for site in self.sites for _ in range(site.num_pods)) or self.site_names
+        return tuple(site.labels[-1] for site in self.named_sites for _ in range(site.num_pods))

@@ -347,7 +347,7 @@ def only_sites(cluster: Cluster, sites: Collection[str]) -> Cluster:
         carries = {pair: part for pair, part in trunk.carries.items() if set(pair.split(" -> ")) <= kept}
         if carries:
             trunks.append(trunk.model_copy(update={"carries": carries}))
-    named = cluster.sites or tuple(Site(name=name) for name in cluster.site_names)
+    named = cluster.named_sites
     found = tuple(site for site in named if site.name in kept)
     return Cluster(
         name=cluster.name,
@@ -392,12 +392,12 @@ def _faster(gpu: Gpu | SiteGpu, times: float) -> dict[str, float]:
     return rates | {name: value / times for name in _TIMES if (value := getattr(gpu, name, None)) is not None}
 
 
-def cluster_data(cluster: Cluster) -> dict[str, Any]:
+def cluster_data(cluster: ClusterFile) -> dict[str, Any]:
     """Plain data of a cluster, as a file holds it."""
     return cluster.model_dump(mode="json", exclude_none=True)
 
 
-def data_with_sites(cluster: Cluster) -> dict[str, Any]:
+def data_with_sites(cluster: ClusterFile) -> dict[str, Any]:
     """Plain data of a cluster with all sites by name, also where its file has none."""
     data = cluster_data(cluster)
     data["sites"] = data["sites"] or [{"name": name} for name in cluster.site_names]

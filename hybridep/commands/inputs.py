@@ -7,10 +7,10 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import hybridep
-from hybridep.config import Strict, apply_override, build, load
+from hybridep.config import ModelT, Strict, apply_override, build, load
 from hybridep.errors import DataError, UserError
 from hybridep.hugging_face import CONFIG_FILE, config_file, workload_data
 from hybridep.matrix import matrix_profile
@@ -22,9 +22,6 @@ from hybridep.shares import on_sites
 from hybridep.sites import ClusterFile
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-
-AnyCluster = TypeVar("AnyCluster", bound=ClusterFile)
-StrictT = TypeVar("StrictT", bound=Strict)
 
 MADE_FOR_RUNS = ("auto", "stages", "ep", "full_gather")
 """Plans that a run may name in place of a file."""
@@ -84,14 +81,14 @@ def load_cluster_file(text: str, overrides: Iterable[str] = ()) -> ClusterFile:
     return _load_cluster(ClusterFile, text, overrides)
 
 
-def _load_cluster(model: type[AnyCluster], text: str, overrides: Iterable[str]) -> AnyCluster:
+def _load_cluster(model: type[ModelT], text: str, overrides: Iterable[str]) -> ModelT:
     path = find(Kind.CLUSTER, text)
     if path.suffix.lower() != ".csv":
         return load(model, path, overrides)
     return build_with(model, matrix_profile(path), str(path), overrides)
 
 
-def build_with(model: type[StrictT], data: dict[str, Any], where: str, overrides: Iterable[str]) -> StrictT:
+def build_with(model: type[ModelT], data: dict[str, Any], where: str, overrides: Iterable[str]) -> ModelT:
     """``build`` after ``--set``."""
     return build(model, data, where, {apply_override(data, override): f"--set {override}" for override in overrides})
 

@@ -6,9 +6,8 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -77,21 +76,20 @@ def command(
     """Measure each level's latency and bandwidth, and the computation and codecs of MODEL, with as many ranks as CLUSTER has.
 
     With RAY_ADDRESS set: on that Ray cluster, and with `ray` as CLUSTER no file is needed: sites, machines and GPUs are those of
-    its nodes. Without: with processes on this machine, in emulated datacenters where the kernel
-    allows it (then the outermost level comes out as it is shaped). Sites are copied, and so are links per pair and access rates
-    unless --thorough.
+    its nodes. Without: with processes on this machine, in emulated datacenters where the kernel allows it (then the outermost
+    level comes out as it is shaped). Sites are copied, and so are links per pair and access rates unless --thorough.
     """
     from hybridep.commands.inputs import Kind, load_cluster_file, load_workload, sort_overrides
     from hybridep.config import require_writable, write_yaml
     from hybridep.launch.backends import in_lab
-    from hybridep.topology import Cluster
+    from hybridep.topology import Cluster, cluster_data
 
     sorted_out = sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD))
     workload = load_workload(model, sorted_out[Kind.WORKLOAD])
     # As it is written: with pods that are no sites yet.
-    load = partial(at_address, Device(device)) if cluster == AT_ADDRESS else partial(load_cluster_file, cluster)
-    given = load(sorted_out[Kind.CLUSTER])
-    whole = Cluster.model_validate(given.model_dump(mode="json", exclude_none=True))
+    own = sorted_out[Kind.CLUSTER]
+    given = at_address(Device(device), own) if cluster == AT_ADDRESS else load_cluster_file(cluster, own)
+    whole = Cluster.model_validate(cluster_data(given))
     path = output or Path(f"{given.name}-measured.yaml")
     require_writable("--output", path.parent)
     if not in_lab() and not os.environ.get("RAY_ADDRESS"):
@@ -147,8 +145,8 @@ def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3)
 def measure(
     cluster: Cluster, workload: Workload, seconds: float, *, thorough: bool = False, device: Device = Device.AUTO
 ) -> Probe:
-    """What all ranks of ``cluster`` find together; see ``measured_cluster``. Sites with pods or GPUs of
-    their own imply ``thorough``."""
+    """What all ranks of ``cluster`` find together; see ``measured_cluster``. Sites with pods or GPUs of their own imply
+    ``thorough``."""
     from hybridep.launch.backends import results_of
     from hybridep.launch.folders import scratch_folder
     from hybridep.launch.worker import Job
@@ -202,7 +200,6 @@ def with_gpus(cluster: AnyCluster, found: Probe) -> AnyCluster:
     """The cluster with what each site's ranks take to compute, if sites have GPUs of their own or, where ranks share no
     processors, one's throughput or memory bandwidth is further than ``GPUS_DIFFER`` from the slowest site's."""
     from hybridep.gpus import SiteGpu
-    from hybridep.sites import Site
 
     measured = dict(found.site_compute)
     rates = [
@@ -213,7 +210,7 @@ def with_gpus(cluster: AnyCluster, found: Probe) -> AnyCluster:
     if not measured or not (differ or any(site.gpu for site in cluster.sites)):
         return cluster
     sites = []
-    for site in cluster.sites or tuple(Site(name=name) for name in cluster.site_names):
+    for site in cluster.named_sites:
         own = _of_gpu(measured[site.name])
         sites.append(site.model_copy(update={"gpu": (site.gpu or SiteGpu()).model_copy(update=own)}))
     return cluster.model_copy(update={"sites": tuple(sites)})
@@ -234,6 +231,8 @@ def _of_gpu(found: ComputeProbe) -> dict[str, float]:
 def with_pairs(cluster: AnyCluster, found: Probe, links: bool | None = None) -> AnyCluster:
     """The cluster with a link for each measured pair of sites where ``links`` says so; where it says nothing, if the cluster has
     links or a pair is further than ``PAIRS_DIFFER`` from the median one. Of sites with pods the median pair of pods counts."""
+    from hybridep.topology import data_with_sites
+
     of_sites = _of_sites(cluster, found)
     between = [path for (src, dst), path in of_sites.items() if src != dst]
     if not between or links is False:
@@ -241,7 +240,7 @@ def with_pairs(cluster: AnyCluster, found: Probe, links: bool | None = None) -> 
     if links is None and not cluster.links and not any(_differ(values) for values in zip(*between, strict=True)):
         return cluster
     given = {(link.src, link.dst): link for link in cluster.links}
-    fields = _with_sites(cluster)
+    fields = data_with_sites(cluster)
     fields["links"] = []
     for (src, dst), (bandwidth, latency) in of_sites.items():
         if src != dst:
@@ -253,12 +252,14 @@ def with_pairs(cluster: AnyCluster, found: Probe, links: bool | None = None) -> 
 def with_access(cluster: AnyCluster, found: Probe) -> AnyCluster:
     """The cluster with the measured access rates of each site, if it has such rates, or sites with pods, or one is further than
     ``PAIRS_DIFFER`` from the median; and with what joins the pods of sites."""
+    from hybridep.topology import data_with_sites
+
     rates = {site.site: (site.up_bytes_per_s, site.down_bytes_per_s) for site in found.access}
     all_rates = [rate for both in rates.values() for rate in both if rate is not None]
     pods = [site.pod_bytes_per_s for site in found.access if site.pod_bytes_per_s is not None]
     if not (pods or any(site.up or site.down for site in cluster.sites) or (all_rates and _differ(all_rates))):
         return cluster
-    fields = _with_sites(cluster)
+    fields = data_with_sites(cluster)
     for site in fields["sites"]:
         site |= {name: _rate(rate) for name, rate in zip(("up", "down"), rates[site["name"]], strict=True) if rate is not None}
     outer, of_sites = fields["levels"][0], _of_sites(cluster, found)
@@ -279,13 +280,6 @@ def _of_sites(cluster: ClusterFile, found: Probe) -> dict[tuple[str, str], tuple
         way: (statistics.median(pair.bandwidth_bytes_per_s for pair in same), statistics.median(pair.latency_s for pair in same))
         for way, same in pairs.items()
     }
-
-
-def _with_sites(cluster: ClusterFile) -> dict[str, Any]:
-    """The cluster's fields; its sites have entries where the file gave none."""
-    fields = cluster.model_dump(mode="json", exclude_none=True)
-    fields["sites"] = fields["sites"] or [{"name": name} for name in cluster.site_names]
-    return fields
 
 
 def _rate(bytes_per_s: float) -> str:

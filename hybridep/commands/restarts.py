@@ -60,7 +60,7 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
             note("hybridep train: lost sites are back")
             plan = _plan_for(whole, _at_hand(ray_address, whole)) or job.plan
         except (WorkerLostError, UserError) as error:
-            if isinstance(error, UserError) and not (lost and ray_address and _is_gone(ray_address, job)):
+            if isinstance(error, UserError) and not (lost and ray_address and _is_gone(ray_address, whole, job)):
                 raise
             lost.append(str(error))
             if len(lost) > restarts:
@@ -77,9 +77,10 @@ def _at_hand(ray_address: str, job: Job) -> set[str]:
     return sites_at_hand(ray_address, job.plan.cluster, use_gpus=job.run.device is not Device.CPU)
 
 
-def _is_gone(ray_address: str, job: Job) -> bool:
+def _is_gone(ray_address: str, whole: Job, job: Job) -> bool:
     """Whether one of the plan's sites does not answer: what ended a restarted run before its ranks had started is a loss, too."""
-    return not _at_hand(ray_address, job).issuperset(job.plan.cluster.site_names)
+    # How many ranks a GPU takes is known of whole sites.
+    return not _at_hand(ray_address, whole).issuperset(job.plan.cluster.site_names)
 
 
 def _wait_for_sites(ray_address: str, job: Job) -> set[str]:

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,7 @@ class Driver:
             if time.monotonic() > deadline:
                 raise UserError(missing)
             time.sleep(0.5)
-        # Workers of the innermost level are machines of their own, where a site has so many.
+        # Each share was made for a machine of its own.
         group: PlacementGroup = placement_group(
             [share.resources for share in self._shares],
             strategy="SPREAD",
@@ -131,8 +130,10 @@ class Driver:
     def _share_out(self) -> str:
         """Which ranks go to one machine; or what is missing for that, in words."""
         cluster, nodes, self._shares = self._job.plan.cluster, self._nodes(), []
-        use_gpus, first = self._job.run.device is not Device.CPU, 0
-        for dc, number in Counter(self._dcs).items():
+        use_gpus, ranks_of = self._job.run.device is not Device.CPU, dict[str, list[int]]()
+        for rank, dc in enumerate(self._dcs):
+            ranks_of.setdefault(dc, []).append(rank)
+        for dc, ranks in ranks_of.items():
             machines = nodes.get(dc, [])
             if not machines:
                 found = ", ".join(sorted(name for name, alive in nodes.items() if alive)) or "none"
@@ -140,12 +141,11 @@ class Driver:
                     f"no Ray node is labelled {LABEL}={dc} (labels found: {found}); start one there with "
                     f"`ray start --address=... --labels={LABEL}={dc}`"
                 )
-            ranks, first = range(first, first + number), first + number
             shares = shares_of(dc, ranks, min(cluster.ranks_per_site, cluster.sizes[-1]), machines, use_gpus=use_gpus)
             if shares is None:
                 has = ", ".join(_in_words({"CPU": one.cpus, "GPU": one.gpus}) for one in machines)
                 those = "nodes with GPUs" if use_gpus and any(one.gpus for one in machines) else "nodes"
-                return f"{dc}: its Ray {those} have too few CPUs for {number} ranks, each of which takes one (nodes there: {has})"
+                return f"{dc}: its Ray {those} have too few CPUs for {len(ranks)} ranks, one for each (nodes there: {has})"
             self._shares += shares
         return ""
 

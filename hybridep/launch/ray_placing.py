@@ -14,6 +14,10 @@ class Machine:
     cpus: int
     gpus: int
 
+    def room(self, per_gpu: int) -> int:
+        """Ranks that it takes, so many on each GPU (``ranks_per_gpu``), one on each CPU."""
+        return min(self.cpus, self.gpus * per_gpu) if per_gpu else self.cpus
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -34,15 +38,15 @@ def ranks_per_gpu(ranks: int, gpus: int) -> int:
     return math.ceil(ranks / gpus) if gpus else 0
 
 
-def shares_of(dc: str, ranks: range, group: int, machines: Sequence[Machine], *, use_gpus: bool) -> list[Share] | None:
+def shares_of(dc: str, ranks: Sequence[int], group: int, machines: Sequence[Machine], *, use_gpus: bool) -> list[Share] | None:
     """How the ranks of a site, ``group`` of which are neighbours on its innermost level, go to its machines; None where
     these have too little room. Each rank has a GPU of its own where there are enough of them, or none where there are none;
     otherwise as many share one everywhere."""
     per_gpu = ranks_per_gpu(len(ranks), sum(machine.gpus for machine in machines) if use_gpus else 0)
-    room = [min(machine.cpus, machine.gpus * per_gpu) if per_gpu else machine.cpus for machine in machines]
+    room = [machine.room(per_gpu) for machine in machines]
     held: list[list[int]] = [[] for _ in machines]
-    for first in range(ranks.start, ranks.stop, group):
-        left = range(first, first + group)
+    for first in range(0, len(ranks), group):
+        left = ranks[first : first + group]
         while left:
             at = max(range(len(room)), key=room.__getitem__, default=None)
             if at is None or room[at] < 1:

@@ -14,7 +14,7 @@ from typing import Any
 from hybridep.errors import UserError
 from hybridep.launch.host import child_environment
 from hybridep.launch.ray_nodes import DETECTION
-from hybridep.launch.ray_placing import ranks_per_gpu
+from hybridep.launch.ray_placing import Machine, ranks_per_gpu
 from hybridep.topology import Cluster
 
 _PATIENCE_S = 120.0
@@ -55,7 +55,7 @@ def sites_at_hand(address: str, cluster: Cluster, *, use_gpus: bool) -> set[str]
     for datacenter, pods in Counter(cluster.datacenters).items():
         has = room.get(datacenter, {"cpus": 0, "gpus": 0, "had_gpus": 0})
         per_gpu = ranks_per_gpu(pods * cluster.ranks_per_site, has["had_gpus"] if use_gpus else 0)
-        left[datacenter] = min(has["cpus"], has["gpus"] * per_gpu) if per_gpu else has["cpus"]
+        left[datacenter] = Machine(cpus=has["cpus"], gpus=has["gpus"]).room(per_gpu)
     for name, datacenter in zip(cluster.site_names, cluster.datacenters, strict=True):
         if left[datacenter] >= cluster.ranks_per_site:
             left[datacenter] -= cluster.ranks_per_site
