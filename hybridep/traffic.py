@@ -8,9 +8,11 @@ differs from it only in having coordinate c at level l. An entry with g's own co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +28,13 @@ COUNT_BYTES = 8
 """Before each dispatch hop a rank tells each possible destination how many rows follow (one int64)."""
 _EVERYWHERE = 32
 """Up to so many places for each expert of each rank, all places are counted: beyond that sorting is faster."""
+_REMEMBERED = 1 << 18
+"""Up to so many pairs of a rank and an expert, or a worker, what is expected is remembered: a search for pipelines asks for the
+same placements again with other layers, residencies and recomputation."""
+
+
+_T = TypeVar("_T")
+_Rows = tuple[FloatArray, ...]
 
 
 class Op(Enum):
@@ -110,9 +119,43 @@ def each_once(place: IntArray, chosen: BoolArray) -> BoolArray:
     return first
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """Serving tables and what tokens choose; equal where those say the same."""
+
+    sizes: tuple[int, ...]
+    serve: tuple[bytes, ...]
+    gating: Gating
+    placement: Placement = field(compare=False)
+
+
+def _remembered(compute: Callable[[Placement, Gating, _T], _Rows]) -> Callable[[Placement, Gating, _T], _Rows]:
+    """``compute`` with what it found for the last tables, if they are not too large; arrays to read only."""
+
+    @lru_cache(maxsize=64)
+    def known(asked: _Asked, more: _T) -> _Rows:
+        found = compute(asked.placement, asked.gating, more)
+        for one in found:
+            one.setflags(write=False)
+        return found
+
+    def found(placement: Placement, gating: Gating, more: _T) -> _Rows:
+        if placement.num_gpus * max(placement.num_experts, sum(placement.sizes)) > _REMEMBERED:
+            return compute(placement, gating, more)
+        serve = tuple(table.tobytes() for table in placement.serve)
+        return known(_Asked(sizes=placement.sizes, serve=serve, gating=gating, placement=placement), more)
+
+    return found
+
+
 def expected_rows(placement: Placement, gating: Gating, *, per_choice: bool = False) -> list[FloatArray]:
-    """Token rows of one dispatch as expected: a place is visited when one of the experts that it serves is chosen and takes
-    the token; or once for each of them (``per_choice``)."""
+    """Token rows of one dispatch as expected, to read only: a place is visited when one of the experts that it serves is chosen
+    and takes the token; or once for each of them (``per_choice``)."""
+    return list(_expected_rows(placement, gating, per_choice))
+
+
+@_remembered
+def _expected_rows(placement: Placement, gating: Gating, per_choice: bool) -> _Rows:
     prefix = np.zeros((placement.num_gpus, placement.num_experts), dtype=np.int64)
     sequences = rank_sequences(placement, gating)
     rows = []
@@ -124,15 +167,20 @@ def expected_rows(placement: Placement, gating: Gating, *, per_choice: bool = Fa
         else:
             visits = _visits(gating, sequences, prefix, num_places)
         rows.append(_rows_at(placement, level, *visits))
-    return rows
+    return tuple(rows)
 
 
 def arriving_rows(placement: Placement, gating: Gating, num_hops: int | None = None) -> FloatArray:
     """[G]: rows that end up at each rank in one dispatch as expected, or are there after its first ``num_hops``; those of its own
-    tokens included."""
+    tokens included. To read only."""
+    return _arriving_rows(placement, gating, num_hops)[0]
+
+
+@_remembered
+def _arriving_rows(placement: Placement, gating: Gating, num_hops: int | None) -> _Rows:
     place = placement.serving_rank if num_hops is None else placement.reached(num_hops)
     _, rank, rows = _visits(gating, rank_sequences(placement, gating), place, placement.num_gpus)
-    return np.bincount(rank, weights=rows, minlength=placement.num_gpus).astype(np.float64)
+    return (np.bincount(rank, weights=rows, minlength=placement.num_gpus).astype(np.float64),)
 
 
 def _visits(gating: Gating, sequences: FloatArray, place: IntArray, num_places: int) -> tuple[IntArray, IntArray, FloatArray]:

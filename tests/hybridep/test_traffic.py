@@ -18,6 +18,7 @@ from hybridep.traffic import (
     Op,
     OpLevel,
     Traffic,
+    arriving_rows,
     copy_traffic,
     dense_traffic,
     expected_rows,
@@ -118,9 +119,34 @@ def test_rows_are_the_same_however_places_are_counted(
     placed = place(cluster(*sizes), 12, choices)
     shares = tuple(np.arange(1, 13) / 78) if popular else None
     chosen = replace(even(placed, 100, 3), popularity=shares)
+    monkeypatch.setattr("hybridep.traffic._REMEMBERED", 0)
     counted = [rows.tolist() for rows in expected_rows(placed, chosen)]
     monkeypatch.setattr("hybridep.traffic._EVERYWHERE", 0)
     assert [rows.tolist() for rows in expected_rows(placed, chosen)] == counted
+
+
+def test_rows_that_are_remembered_are_those_of_the_tables_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Placement, Gating]] = []
+    for sizes, choices in CASES:
+        for home in (None, np.repeat(np.arange(2), 6)):
+            placed = place(cluster(*sizes), 12, choices, home=home)
+            asked += [(placed, even(placed, tokens, top_k)) for tokens, top_k in ((100, 3), (100, 2), (50, 3))]
+
+    def found() -> list[list[object]]:
+        told = []
+        for placed, chosen in asked:
+            every = [expected_rows(placed, chosen), expected_rows(placed, chosen, per_choice=True)]
+            every += [[arriving_rows(placed, chosen, hops) for hops in (None, 1)]]
+            told.append([[rows.tolist() for rows in one] for one in every])
+        return told
+
+    remembered = [found(), found()]
+    monkeypatch.setattr("hybridep.traffic._REMEMBERED", 0)
+    assert remembered == [found()] * 2
+    placed, chosen = asked[0]
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="read-only"):
+        expected_rows(placed, chosen)[0][0] += 1.0
 
 
 @pytest.mark.parametrize(("sizes", "choices"), CASES)
