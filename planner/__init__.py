@@ -25,7 +25,7 @@ from planner.stages.matrices import StageMatrices, stage_matrices
 from planner.stages.pool import pipeline_pool
 from planner.stages.report import pipeline_summary
 from planner.stages.robust import RobustPipeline, pipeline_for_scenarios, staged_for_scenarios
-from planner.stages.search import plan_pipeline, plan_pipelines
+from planner.stages.search import glance, plan_pipeline, plan_pipelines
 from planner.stages.upgrades import SearchedOn, of_either_kind, pipeline_upgrades, searched_on
 from planner.stages.wishes import StageWishes
 
@@ -62,6 +62,7 @@ __all__ = [
     "explain",
     "explain_pipeline",
     "fullest_of",
+    "glance",
     "interval_scenarios",
     "least_of_any",
     "load_constraints",

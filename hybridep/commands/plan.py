@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hybridep.commands.common import OUTPUT, Finite, emit, plan_files, require_figure, require_place, set_option, verb
-from hybridep.errors import QuantityError, UserError
+from hybridep.errors import InfeasibleError, QuantityError, UserError
 
 if TYPE_CHECKING:
     from hybridep.commands.plan_request import MadePlans
+    from hybridep.commands.stage_hint import StageHint
     from hybridep.plan import Plan, Schedule
     from hybridep.topology import Cluster
     from planner.explain import Explanation
@@ -180,6 +181,7 @@ def command(
     from hybridep.commands.inputs import cluster_and_workload, without_sites
     from hybridep.commands.interrupts import hurried_by_interrupts
     from hybridep.commands.plan_request import PlanRequest, make
+    from hybridep.commands.stage_hint import stage_hint, with_hint
     from hybridep.commands.stages import StagesRequest, write_in_stages
     from hybridep.routing import load_routing
 
@@ -258,7 +260,10 @@ def command(
         record_path=routing,
     )
     with hurried_by_interrupts():
-        made = make(request)
+        try:
+            made = make(request)
+        except InfeasibleError as error:
+            raise with_hint(error, request) from None
     best = made.best
     files = plan_files(output, len(made.plans), next(at for at, one in enumerate(made.plans) if one is best))
     # Before anything is written: what is asked of a plan may have no answer.
@@ -268,6 +273,7 @@ def command(
             files=files,
             output=output,
             explanation=planner.explain(best, rules),
+            hint=stage_hint(request),
             several=top > 1,
             others=planner.compare_planners(best, rules) if compare else None,
             upgrades=planner.upgrades(best, constraints=rules, streams=schedule.streams if schedule else {})
@@ -299,6 +305,7 @@ class PlanReport:
     output: Path
     """That of the best one."""
     explanation: Explanation
+    hint: StageHint | None
     several: bool
     """More than one plan was asked for."""
     others: dict[str, OtherPlan] | None
@@ -331,6 +338,7 @@ class PlanReport:
             entries["upgrades"] = [one.to_json() for one in self.upgrades]
         if made.robust is not None:
             entries["robust"] = made.robust.to_json()
+        entries["in_stages"] = None if self.hint is None else self.hint.to_json()
         return {**entries, "explanation": self.explanation.to_json(), "digest": best.digest, "output": str(self.output)}
 
     def show(self, *, whole: bool) -> None:
@@ -338,7 +346,7 @@ class PlanReport:
         from hybridep.commands import plan_text, pools
 
         made = self.made
-        plan_text.show(made.best, self.explanation, whole=whole)
+        plan_text.show(made.best, self.explanation, self.hint, whole=whole)
         plan_text.show_others(self.others or {})
         if made.choice is not None:
             plan_text.show_choice(made.choice)

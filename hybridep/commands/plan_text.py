@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hybridep.commands.plan_choice import SimulatedChoice
+    from hybridep.commands.stage_hint import StageHint
     from hybridep.plan import LayerGroup, Plan, SolverReport
     from planner import (
         Alternative,
@@ -34,11 +35,11 @@ _TOLD = 1e-3
 """Share of a step below which two figures need not both be shown."""
 
 
-def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
-    """Print the choice, its alternatives, where the time goes, the busiest links, the bound, the memory and lossy codecs;
-    ``whole``: every group of sites, and why each alternative was rejected."""
+def show(made: Plan, explanation: Explanation, hint: StageHint | None = None, *, whole: bool = False) -> None:
+    """Print the choice, its alternatives, where the time goes, the busiest links, the bound, the memory and lossy codecs.
+    ``hint``: an alternative in stages; ``whole``: every group of sites, and why each alternative was rejected."""
     _show_placement(made, whole)
-    _show_options(made, explanation, whole)
+    _show_options(made, explanation, hint, whole)
     console, bound, binds = stdout_console(), format_seconds(explanation.lower_bound_s), explanation.binds
     console.print(f"\nno schedule of this plan is faster than {bound} ({explanation.lower_bound_by}); what binds: {binds}")
     for title, parts_s in (("step", explanation.parts_s), ("hidden", explanation.hidden_s)):
@@ -83,7 +84,7 @@ def _show_placement(made: Plan, whole: bool) -> None:
         console.print(f"  {_minimised(report)}{report.status.value} ({how})\n")
 
 
-def _show_options(made: Plan, explanation: Explanation, whole: bool) -> None:
+def _show_options(made: Plan, explanation: Explanation, hint: StageHint | None, whole: bool) -> None:
     """The plan and its alternatives, and what else of the step there is to say beside them."""
     from rich.table import Table
 
@@ -91,19 +92,23 @@ def _show_options(made: Plan, explanation: Explanation, whole: bool) -> None:
     priced = chosen.step_usd is not None
     table = Table("", "step", "", *(["price"] if priced else []), "WAN bytes", "memory", "copies", box=None, pad_edge=False)
 
-    def row(option: Alternative, style: str | None = None) -> None:
+    def row(option: Alternative | StageHint, memory: str, copies: str = "", style: str | None = None) -> None:
         times = f"x {option.step_s / chosen.step_s:.2f}"
         price = [format_dollars(option.step_usd or 0.0)] if priced else []
-        cells = (option.name, format_seconds(option.step_s), times, *price, format_bytes(option.wan_bytes), memory_text(option))
-        table.add_row(*cells, f"{option.copies_per_rank:.3g}", style=style)
+        cells = (option.name, format_seconds(option.step_s), times, *price, format_bytes(option.wan_bytes), memory)
+        table.add_row(*cells, copies, style=style)
 
-    row(chosen, "bold")
-    for option in (*explanation.baselines, *explanation.neighbours, *([explanation.alone] if explanation.alone else [])):
-        row(option)
+    alone = [] if explanation.alone is None else [explanation.alone]
+    for option in (chosen, *explanation.baselines, *explanation.neighbours, *alone):
+        row(option, memory_text(option), f"{option.copies_per_rank:.3g}", "bold" if option is chosen else None)
+    if hint is not None:
+        row(hint, format_bytes(hint.memory_bytes))
     console.print(table)
     console.print("(copies: experts that a rank holds of others, per layer)")
+    better = "cheaper" if made.solver is not None and made.solver.cost_bound is not None else "faster"
+    if hint is not None and _worth(made, hint) < _worth(made, chosen):
+        console.print(f"[bold]stages[/bold] are {better} (as the first few were found; --stages auto searches for the best)")
     if explanation.alone is not None and _worth(made, explanation.alone) < _worth(made, chosen):
-        better = "cheaper" if made.solver is not None and made.solver.cost_bound is not None else "faster"
         console.print(f"[bold]{explanation.alone.name}[/bold] is {better}: the other sites do not pay {FEWER}")
     earlier = 1 - explanation.expected_s / chosen.step_s
     if earlier >= _TOLD:
@@ -131,7 +136,7 @@ def show_links(links: Sequence[LinkLoad]) -> None:
     stdout_console().print(table)
 
 
-def _worth(made: Plan, option: Alternative) -> tuple[float, float]:
+def _worth(made: Plan, option: Alternative | StageHint) -> tuple[float, float]:
     """Of an alternative, by what the plan's search made small."""
     from planner.plans import goal_of
 
@@ -217,12 +222,29 @@ def show_others(others: Mapping[str, OtherPlan], what: str = "") -> None:
         click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")
 
 
+def cell_text(group: LayerGroup, level: str, size: int) -> str:
+    """What a group does at a level with so many workers, in a word or two."""
+    domain, ratio = group.domains.get(level, 1), group.migration.get(level, 1.0)
+    if size == 1:
+        return "-"
+    if group.serving and level not in group.domains:
+        return counted(len(group.serving), "group")
+    if domain == 1 or ratio == 0:
+        return "tokens"
+    return f"copies within {domain}" if ratio == 1 else f"{ratio:.0%} copies within {domain}"
+
+
+def layers_text(group: LayerGroup) -> str:
+    """``0-3``, or ``2``."""
+    last = group.first_layer + group.num_layers - 1
+    return f"{group.first_layer}-{last}" if last > group.first_layer else f"{last}"
+
+
 def placed_text(outermost: str, group: LayerGroup, *, served: bool = True) -> str:
     """One layer group in a line; ``served``: also who computes for whom between sites."""
-    last = group.first_layer + group.num_layers - 1
     parts = [_serving(outermost, group)] if group.serving and served else []
     parts += [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
-    layers = f"layers {group.first_layer}-{last}" if last > group.first_layer else f"layer {last}"
+    layers = f"layer{'s' if group.num_layers > 1 else ''} {layers_text(group)}"
     again = f"; {group.recompute.phrase}" if group.recompute else ""
     return f"{layers}: {'; '.join(parts)}; copies live for one {group.residency.value}{again}"
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from rich.table import Table
+
     from hybridep.commands.stage_choice import StageChoice
     from hybridep.pipeline import PipelinePlan
 
@@ -22,7 +24,6 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
 
     from hybridep.commands.codecs import codec_lines
     from hybridep.commands.plan_text import few
-    from hybridep.commands.pools import inside_texts
     from hybridep.units import counted, format_bytes, format_dollars, format_seconds
     from planner.stages.report import pipeline_summary
 
@@ -46,8 +47,7 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
         )
         table.add_row(*cells, format_bytes(stage["memory_bytes"]))
     console.print(table)
-    for text in inside_texts(plan):
-        console.print(f"  {text}")
+    console.print(_inside(plan))
     parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in found["parts_s"].items())
     console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
     if choice.simulated_s is not None:
@@ -56,8 +56,11 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
     else:
         console.print("  not simulated here; hybridep simulate does it")
     fit = {*found["baselines_that_fit"], *others_s}
+    beside = Table("beside it", "step", "", "", box=None, pad_edge=False)
     for name, other_s in (dict(found["baselines"]) | others_s).items():
-        console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f}){'' if name in fit else ', does not fit'}")
+        note = "" if name in fit else "does not fit"
+        beside.add_row(name, format_seconds(other_s), f"x {other_s / step_s:.2f}", note)
+    console.print(beside)
     if found["lower_bound_s"] is not None:
         console.print(f"no schedule of this plan is faster than {format_seconds(found['lower_bound_s'])}")
     console.print(f"no pipeline is faster than {format_seconds(found['bound_s'])} (gap {found['gap']:.0%})")
@@ -68,6 +71,31 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
         console.print(f"price of a step: {format_dollars(plan.prediction.cost)}")
     for line in codec_lines(plan):
         click.echo(line)
+
+
+def _inside(plan: PipelinePlan) -> Table:
+    """Who computes what inside stages: a row for each group of layers, stages that are alike together."""
+    from rich.table import Table
+
+    from hybridep.commands.plan_text import cell_text, layers_text
+    from hybridep.plan import Residency
+
+    names = [level.name for level in plan.cluster.levels]
+    alike = dict[tuple[tuple[str, ...], ...], list[str]]()
+    for number, (stage, one) in enumerate(zip(plan.stages, plan.plans, strict=True)):
+        rows = []
+        for group in stage.layers:
+            places = [cell_text(group, name, size) for name, size in zip(names, one.cluster.sizes, strict=True)]
+            lasting = "micro-batch" if group.residency is Residency.MICROBATCH else "step"
+            rows.append((layers_text(group), *places, lasting, " and ".join(group.recompute.names)))
+        alike.setdefault(tuple(rows), []).append(str(number))
+    again = any(row[-1] for rows in alike for row in rows)
+    columns = ("inside", "layers of it", *names, "copies live for a", *(["computes again"] if again else []))
+    table = Table(*columns, box=None, pad_edge=False)
+    for rows, numbers in alike.items():
+        for place, row in enumerate(rows):
+            table.add_row(", ".join(numbers) if place == 0 else "", *row[: len(columns) - 1])
+    return table
 
 
 def show_top(found: Sequence[StageChoice], files: Sequence[Path]) -> None:

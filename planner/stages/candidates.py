@@ -91,6 +91,11 @@ class Candidates:
     """Kind of stage -> a stage of it, and the best placement found there."""
 
     @property
+    def reason(self) -> str:
+        """Why no pipeline was possible, where none was."""
+        return self.lacking or self.barred or self.why or "none was found in time"
+
+    @property
     def rent_usd_per_s(self) -> float | None:
         """Dollars per second of all ranks, where dollars are to be few; else None."""
         return self.cluster.rent_usd_per_s if self.wishes.goal.objective is Objective.DOLLARS else None

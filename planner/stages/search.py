@@ -45,6 +45,8 @@ _SHORT = 4
 """Stages up to which fewer micro-batches than stages are tried: of more most wait, whatever else."""
 KEPT = 3
 """Pipelines whose stages are planned by a search."""
+GLANCED = 4
+"""Pipelines that ``glance`` looks at, about."""
 _CHANGES = 100
 """Tries to make a pipeline better by sites that change stages, for each of the ``KEPT`` best numbers of stages."""
 _MET = 5
@@ -92,13 +94,9 @@ def plan_pipelines(
     """
     wishes = wishes or StageWishes()
     wishes.check(cluster)
-    require_few_experts(cluster, workload)
+    _require_stages(cluster, workload)
     told: Report = report or (lambda what, seconds: None)
     begun_s, asked_s = now_s(), elapsed_s()
-    try:
-        check_stageable(cluster, workload.model)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     goal, stages = wishes.goal, wishes.stages
     bound_s = least_s(cluster, workload, stages or 2, wishes.shortest(cluster, workload), alike=not wishes.popularity)
     told("bound", bound_s)
@@ -164,9 +162,31 @@ def search_on(
     of these numbers become in other micro-batches, by changes of sites and layers, of which so many are looked at and tried, and
     at other depths. Only what fits; so there may be none. ``store``: what was found of stages before, and is now."""
     candidates = candidates_of(cluster, starts[0].workload, wishes, store)
-    search = Search(candidates, now_s(), math.inf, lambda what, seconds: None, changes=tries, looks=looks)
+    search = Search(candidates, now_s(), math.inf, lambda what, seconds: None, -math.inf, changes=tries, looks=looks)
     search.go_on([one.at_rates(cluster, candidates.schedule) for one in starts], fresh)
     return search.best(number)
+
+
+def glance(cluster: Cluster, workload: Workload, wishes: StageWishes, *, limit_s: float) -> Costed:
+    """The best of about ``GLANCED`` pipelines that a search would begin with, placed without a search; of fewer where that takes
+    longer than ``limit_s``. Raises what `plan_pipelines` raises, also where none of these fits."""
+    wishes.check(cluster)
+    _require_stages(cluster, workload)
+    candidates = candidates_of(cluster, workload, wishes)
+    search = Search(candidates, now_s(), limit_s, lambda what, seconds: None, now_s() + limit_s, changes=0, looks=0)
+    search.go_on([], GLANCED)
+    for best in search.best(1):
+        return best
+    raise InfeasibleError(f"pipeline over {cluster.name}: {candidates.reason}")
+
+
+def _require_stages(cluster: Cluster, workload: Workload) -> None:
+    """Raises UserError where stages are no way to divide the model."""
+    require_few_experts(cluster, workload)
+    try:
+        check_stageable(cluster, workload.model)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def candidates_of(cluster: Cluster, workload: Workload, wishes: StageWishes, store: Store | None = None) -> Candidates:
@@ -185,6 +205,7 @@ class Search:
     time_limit_s: float
     report: Report
     first_by_s: float = math.inf
+    """Until when a first pipeline is looked for at most (``planner.clock``)."""
     changes: int = _CHANGES
     """Tries to make one pipeline better."""
     looks: float = math.inf
@@ -211,7 +232,7 @@ class Search:
         if fresh:
             stages, left = self.candidates.wishes.stages, count(fresh, -1)
             numbers = range(2, self.candidates.cluster.sizes[0] + 1) if stages is None else (stages,)
-            self._walk_best(self.candidates.made(numbers, lambda: float(next(left)), -math.inf))
+            self._walk_best(self.candidates.made(numbers, lambda: min(float(next(left)), self._left_s(1.0)), self.first_by_s))
         for search in (self._with_other_batches, self._in_small_steps, self._at_other_depths):
             for one in self._near():
                 search(one)
@@ -228,7 +249,7 @@ class Search:
     def _search(self, numbers: Sequence[int]) -> None:
         candidates = self.candidates.made(numbers, lambda: self._left_s(_FOUND_BY), self.first_by_s)
         if not candidates:
-            why = self.candidates.lacking or self.candidates.barred or self.candidates.why or "none was found in time"
+            why = self.candidates.reason
             raise InfeasibleError(f"pipeline over {self.candidates.cluster.name}: no number of stages is possible; {why}")
         self._walk_best(candidates)
         for one in self._best():
