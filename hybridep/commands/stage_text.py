@@ -89,11 +89,11 @@ def _inside(plan: PipelinePlan) -> Table:
             lasting = "micro-batch" if group.residency is Residency.MICROBATCH else "step"
             rows.append((layers_text(group), *places, lasting, " and ".join(group.recompute.names)))
         alike.setdefault(tuple(rows), []).append(str(number))
-    again = any(row[-1] for rows in alike for row in rows)
+    again = any(row[-1] for group_rows in alike for row in group_rows)
     columns = ("inside", "layers of it", *names, "copies live for a", *(["computes again"] if again else []))
     table = Table(*columns, box=None, pad_edge=False)
-    for rows, numbers in alike.items():
-        for place, row in enumerate(rows):
+    for group_rows, numbers in alike.items():
+        for place, row in enumerate(group_rows):
             table.add_row(", ".join(numbers) if place == 0 else "", *row[: len(columns) - 1])
     return table
 
