@@ -80,12 +80,13 @@ def _inside(plan: PipelinePlan) -> Table:
     from hybridep.commands.plan_text import cell_text, layers_text
     from hybridep.plan import Residency
 
-    names = [level.name for level in plan.cluster.levels]
+    wide = [place for place in range(len(plan.cluster.levels)) if any(one.cluster.sizes[place] > 1 for one in plan.plans)]
+    names = [plan.cluster.levels[place].name for place in wide]
     alike = dict[tuple[tuple[str, ...], ...], list[str]]()
     for number, (stage, one) in enumerate(zip(plan.stages, plan.plans, strict=True)):
         rows = []
         for group in stage.layers:
-            places = [cell_text(group, name, size) for name, size in zip(names, one.cluster.sizes, strict=True)]
+            places = [cell_text(group, name, one.cluster.sizes[place]) for place, name in zip(wide, names, strict=True)]
             lasting = "micro-batch" if group.residency is Residency.MICROBATCH else "step"
             rows.append((layers_text(group), *places, lasting, " and ".join(group.recompute.names)))
         alike.setdefault(tuple(rows), []).append(str(number))
