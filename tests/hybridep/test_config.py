@@ -66,7 +66,9 @@ def test_a_bad_file_is_one_line_with_file_key_and_value(tmp_path, old, new, wher
 def test_true_is_no_number_in_what_may_be_left_out(key):
     validation = {"data": {}, "every_steps": 5, key: True}
     with pytest.raises(ConfigError, match=f"validation.{key}: cannot be true or false"):
-        build(Run, {"name": "x", "cluster": "x", "workload": "x", "output": "x", "steps": 1, "validation": validation}, "run.yaml")
+        build(
+            Run, {"name": "x", "cluster": "x", "workload": "x", "output": "x", "steps": 1, "validation": validation}, "run.yaml"
+        )
 
 
 def test_a_missing_file_is_named(tmp_path):
