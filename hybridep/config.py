@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import SEEK_SET, BufferedWriter, FileIO
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import IO, Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -400,7 +400,7 @@ def _takes_boolean(annotation: Any, location: tuple[int | str, ...]) -> bool:
     if get_origin(annotation) is Annotated:
         return _takes_boolean(inner[0], location)
     if get_origin(annotation) in (Union, UnionType):
-        return any(_takes_boolean(one, location) for one in inner)
+        return any(_takes_boolean(one, location) for one in inner if one is not NoneType)
     return bool(location) and (not inner or any(_takes_boolean(one, location[1:]) for one in inner if one is not ...))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridep.config import build
 from hybridep.errors import ConfigError, UserError
-from hybridep.workload import Dtype, Ffn, Model, ScoreFunction, Workload
+from hybridep.workload import UNGROUPED, Dtype, Ffn, Model, ScoreFunction, Workload
 
 CONFIG_FILE = "config.json"
 QUANTIZATION = "quantization_config"
@@ -108,8 +108,13 @@ _OF_TRAINING = {"balance_loss_weight", "capacity_factor", "token_drop_policy", "
 def _effective(model: Model, key: str) -> Any:
     if key == "num_kv_heads":
         return model.num_kv_heads or model.num_heads
+    if key in UNGROUPED and not model.limits_groups:
+        # Groups of which tokens choose all are none.
+        return UNGROUPED[key]
     if key == "group_rating_experts":
-        return model.rated_by if model.limits_groups else None
+        return model.rated_by
+    if key == "dense_ffn_size":
+        return model.dense_ffn_size if model.num_dense_layers else 0
     if key == "expert_bias_update_rate":
         # How fast it changes is of training; whether there is a bias is not.
         return None if model.expert_bias_update_rate is None else "of some size"

@@ -67,7 +67,8 @@ def finite(value: float | None) -> float | None:
 
 
 def add_up(reports: Sequence[StepReport]) -> StepRecord:
-    """One record from the reports of all ranks about the same step."""
+    """One record from the reports of all ranks about the same step; the same to the bit in whatever order they came."""
+    reports = sorted(reports, key=lambda one: one.rank)
     tokens = sum(report.tokens for report in reports)
     step_s = max(report.step_s for report in reports)
     held_out = [report.validation_loss_sum for report in reports if report.validation_loss_sum is not None]
@@ -88,7 +89,7 @@ def add_up(reports: Sequence[StepReport]) -> StepRecord:
         sent_bytes=dict(sorted(sent.items())),
         peak_bytes=max(report.peak_bytes for report in reports),
         checkpoint=max((one.checkpoint for one in reports if one.checkpoint is not None), default=None),
-        remarks={what: one.rank for one in sorted(reports, key=lambda one: -one.rank) for what in one.remarks},
+        remarks={what: one.rank for one in reversed(reports) for what in one.remarks},
     )
 
 

@@ -19,28 +19,35 @@ LOCK_FILE = ".hybridep.lock"
 
 @contextmanager
 def held(key: str, folder: Path) -> Iterator[None]:
-    """No other process has ``folder`` meanwhile. Raises UserError that begins with ``key`` where one has it already. The kernel
-    lets go when this process ends, however that ends; a lock file that was left is no obstacle."""
+    """No other process has ``folder`` meanwhile. Raises UserError that begins with ``key`` where one has it already, or its disk
+    is full. The kernel lets go when this process ends, however that ends; a lock file that was left is no obstacle."""
     path = folder / LOCK_FILE
     lock = _locked(key, path)
     try:
-        os.ftruncate(lock, 0)
-        # In a lab processes have other numbers than outside.
-        if LAB_VARIABLE not in os.environ:
-            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        with _writing(key, path):
+            os.ftruncate(lock, 0)
+            # In a lab processes have other numbers than outside.
+            if LAB_VARIABLE not in os.environ:
+                os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
         path.unlink(missing_ok=True)
         os.close(lock)
 
 
+@contextmanager
+def _writing(key: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{key}: {path} cannot be written ({error.strerror})") from None
+
+
 def _locked(key: str, path: Path) -> int:
     """File descriptor of the lock file, locked."""
     while True:
-        try:
+        with _writing(key, path):
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise UserError(f"{key}: {path} cannot be written ({error.strerror})") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

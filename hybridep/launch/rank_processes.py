@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 
+from hybridep.config import write_text
 from hybridep.launch.host import adopt_orphans, child_environment
 from hybridep.launch.local_ranks import Files, Place
 from hybridep.launch.reports import Rendezvous, Report, ReportReader
@@ -42,7 +43,7 @@ class RankProcesses:
         job_file, files = self._job.write(), dict[int, Files]()
         try:
             for rank in self._places:
-                self._job.log(rank).write_bytes(b"")
+                write_text(self._job.log(rank), "")
                 report = self._reader.pipe(rank)
                 told, self._tell[rank] = os.pipe()
                 files[rank] = Files(report=report, told=told)

@@ -7,6 +7,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -148,4 +149,5 @@ def _keep_traceback(job: Job, rank: int) -> None:
         with job.log(rank).open("a", encoding="utf-8") as stream:
             traceback.print_exc(file=stream)
     except OSError:
-        traceback.print_exc()
+        with suppress(OSError):  # what a rank prints may end on the same full disk, and its report must go out
+            traceback.print_exc()

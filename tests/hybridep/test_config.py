@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticSerializationError
 
-from hybridep.config import apply_override, load, read_csv, replacing, write_text, write_yaml
+from hybridep.config import apply_override, build, load, read_csv, replacing, write_text, write_yaml
 from hybridep.errors import ConfigError, UserError
+from hybridep.run import Run
 from hybridep.topology import Cluster
 
 GOOD = """\
@@ -59,6 +60,15 @@ def test_a_bad_file_is_one_line_with_file_key_and_value(tmp_path, old, new, wher
     assert where in text
     assert message in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize("key", ["every_steps", "batches"])
+def test_true_is_no_number_in_what_may_be_left_out(key):
+    validation = {"data": {}, "every_steps": 5, key: True}
+    with pytest.raises(ConfigError, match=f"validation.{key}: cannot be true or false"):
+        build(
+            Run, {"name": "x", "cluster": "x", "workload": "x", "output": "x", "steps": 1, "validation": validation}, "run.yaml"
+        )
 
 
 def test_a_missing_file_is_named(tmp_path):

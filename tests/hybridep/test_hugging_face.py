@@ -274,6 +274,14 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         require_same_model(folder, model)
 
 
+@pytest.mark.parametrize("changes", [{"expert_groups": 4, "groups_per_token": 4}, {"dense_ffn_size": 8}])
+def test_what_a_model_says_and_does_not_use_makes_it_no_other(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """``config.json`` has no place for it."""
+    workload = load_workload("mixtral-8x7b")
+    model = build(Model, workload.model.model_dump(mode="json") | changes, "model")
+    require_same_model(written(tmp_path, config_for(workload.model_copy(update={"model": model}))), model)
+
+
 def test_models_of_no_public_architecture_are_not_written() -> None:
     with pytest.raises(UserError, match="is of no public architecture"):
         config_for(load_workload("gpt-large"))

@@ -137,3 +137,15 @@ def test_adding_up_keeps_the_fullest_rank_and_the_first_that_saw_damage() -> Non
     ]
     assert add_up(reports).peak_bytes == 9 and add_up(reports).tokens_per_s == 6.0
     assert add_up(reports).remarks == {"a": 1, "b": 2} and "remarks" not in add_up(reports).as_dict()
+
+
+def test_losses_are_the_same_to_the_bit_in_whatever_order_ranks_report() -> None:
+    sums = [0.1, 0.2, 0.3]
+    reports = [
+        StepReport(
+            rank=rank, step=3, loss_sum=one, balance_loss=one, tokens=1, step_s=0.5, validation_loss_sum=one, validation_tokens=1
+        )
+        for rank, one in enumerate(sums)
+    ]
+    assert sum(sums) != sum(reversed(sums))
+    assert add_up(reports[::-1]) == add_up(reports)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from launch_cases import left_running, make_job
 
+from hybridep.errors import UserError
 from hybridep.launch.local_backend import LocalGroup
 from hybridep.launch.worker_group import Event, Failed, FailureKind, Started
 
@@ -58,6 +59,19 @@ def test_whoever_ends_before_ranks_begin_is_told(tmp_path: Path) -> None:
         assert {one.why for one in failed} == {f"its process ended before it began (its output: {tmp_path}/logs/rank-0.log)"}
     finally:
         group.abort()
+
+
+def test_a_log_that_cannot_be_written_is_named_before_anything_is_started(tmp_path: Path) -> None:
+    files = sorted(os.listdir("/proc/self/fd"))
+    (tmp_path / "logs" / "rank-3.log").mkdir(parents=True)
+    group = LocalGroup(make_job(tmp_path, resume=False), None)
+    try:
+        with pytest.raises(UserError, match=r"rank-3\.log: cannot be written \(Is a directory\)"):
+            group.start()
+        assert left_running(tmp_path / "x") == []
+    finally:
+        group.abort()
+    assert sorted(os.listdir("/proc/self/fd")) == files
 
 
 def test_a_rank_that_is_killed_is_told_by_its_signal(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from errno import ENOSPC
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,7 @@ from hybridep.launch.lab import Lab, LabSite, LabSpec
 from hybridep.launch.machine import PROCESS_BYTES, memory_bytes, require_room
 from hybridep.launch.reports import Rendezvous, Report, ReportReader, ReportWriter, decode, encode
 from hybridep.launch.shaping import lab_for, lab_spec, why_not_in_lab
-from hybridep.launch.worker import Job, failure_of
+from hybridep.launch.worker import Job, failure_of, run_rank
 from hybridep.launch.worker_group import DcLost, Failed, FailureKind, Finished, Started, Stepped
 from hybridep.plan import Plan
 from hybridep.run import Checkpoints, Device, Run, StepReport
@@ -228,3 +230,18 @@ def test_an_unknown_key_in_a_run_is_named(tmp_path: Path) -> None:
     path.write_text("name: r\ncluster: c\nworkload: w\noutput: o\nsteps: 3\nsedd: 1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run.yaml:6: sedd: unknown key; did you mean 'seed'"):
         load(Run, path)
+
+
+def test_a_rank_says_what_ended_it_though_its_log_is_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(ENOSPC, "No space left on device")
+
+    job, reports = make_job(tmp_path), list[Report]()
+    job.log(0).parent.mkdir()
+    job.log(0).symlink_to("/dev/full")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Full())
+        run_rank(job, 0, dc="", address="192.0.2.1", report=reports.append, meet=lambda: Rendezvous(address="", port=0))
+    [failed] = reports
+    assert isinstance(failed, Failed) and failed.why.startswith("no network interface here has the address 192.0.2.1")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,20 @@ def test_a_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
     assert (tmp_path / LOCK_FILE).exists()
     run_job(tmp_path, Played(1.0))
     assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_folder_on_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with (
+            pytest.raises(UserError, match=rf"output: {tmp_path / LOCK_FILE} cannot be written \(No space"),
+            held("output", tmp_path),
+        ):
+            pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoints_elsewhere_are_held_too(tmp_path: Path) -> None:
