@@ -37,6 +37,8 @@ SCHEMA_VERSION = 1
 MOST_STREAMS = 8
 """Connections per pair of ranks that a planner chooses at most, and a probe tries. The transport opens as many between any two
 ranks, whatever their levels."""
+STREAMS_ALLOWED, CHUNKS_ALLOWED = 64, 1024
+"""Connections and parts that a plan may ask for: more are a slip, of which ranks would run out of sockets or time."""
 
 
 class Status(Enum):
@@ -109,7 +111,7 @@ class Schedule(Strict):
     beside tokens. d > 0: a block's gather may set out with the block d before it and must be there before its experts
     compute; gradients return until the end of the step; copies give way to tokens."""
 
-    chunks: int = Field(default=1, ge=1)
+    chunks: int = Field(default=1, ge=1, le=CHUNKS_ALLOWED)
     """Parts in which a rank's tokens of a micro-batch travel: what has come is computed while others are on their way."""
 
     streams: dict[str, int] = Field(default_factory=dict)
@@ -120,6 +122,8 @@ class Schedule(Strict):
         for name, number in self.streams.items():
             if number < 1:
                 raise ValueError(f"streams.{name}: {number} must be at least 1")
+            if number > STREAMS_ALLOWED:
+                raise ValueError(f"streams.{name}: {number} connections per pair of ranks; at most {STREAMS_ALLOWED} are opened")
         if self.prefetch and not self.overlap:
             raise ValueError(f"prefetch: {self.prefetch} needs overlap, which is off")
         if self.prefetch and self.chunks > 1:

@@ -183,6 +183,7 @@ def command(
     from hybridep.commands.plan_request import PlanRequest, make
     from hybridep.commands.stage_hint import stage_hint, with_hint
     from hybridep.commands.stages import StagesRequest, write_in_stages
+    from hybridep.plan import CHUNKS_ALLOWED
     from hybridep.routing import load_routing
 
     given = plan_options.given_options()
@@ -207,6 +208,8 @@ def command(
     levels = [level.name for level in site.levels]
     rates = _scenarios(site, scenarios, without, within, fabric)
     schedule, goal = _schedule(streams, levels), _goal(objective, budget)
+    if chunks > CHUNKS_ALLOWED:
+        raise UserError(f"--chunks {chunks}: tokens travel in at most {CHUNKS_ALLOWED} parts")
     if stages is not None:
         wishes = planner.StageWishes(
             solver=solver,
@@ -396,14 +399,15 @@ def _scenario(cluster: Cluster, path: str, without: Sequence[str], fabric: str |
 
 def _schedule(streams: tuple[str, ...], levels: list[str]) -> Schedule | None:
     """With the connections that were asked for."""
-    from hybridep.plan import Schedule
+    from hybridep.plan import STREAMS_ALLOWED, Schedule
 
     given: dict[str, int] = {}
     for option in streams:
         name, _, number = option.partition("=")
-        if name not in levels or not number.isdecimal() or int(number) < 1:
+        if name not in levels or not number.isdecimal() or not 1 <= int(number) <= STREAMS_ALLOWED:
             raise UserError(
-                f"--streams {option}: write it as LEVEL=NUMBER, with a level of {', '.join(levels)} and at least one connection"
+                f"--streams {option}: write it as LEVEL=NUMBER, with a level of {', '.join(levels)} and 1 to {STREAMS_ALLOWED} "
+                "connections"
             )
         given[name] = int(number)
     return Schedule(streams=given) if given else None

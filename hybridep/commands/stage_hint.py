@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from hybridep.commands.plan_request import PlanRequest
 
 _LIMIT_S = 3.0
-"""Up to half of the time limit; most looks take a fraction of a second."""
+"""Or half of the time limit, if that is less; most looks take a fraction of a second."""
+_PATIENT_S = 30.0
+"""Where no plan is known otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,9 @@ class StageHint:
         return asdict(self)
 
 
-def stage_hint(request: PlanRequest) -> StageHint | None:
-    """What a pipeline takes that is as the request wants its plan; None where there is none, or none is known to be, for one site
-    or many, and where several plans or codecs were asked for, which a short look does not compare."""
+def stage_hint(request: PlanRequest, limit_s: float = _LIMIT_S) -> StageHint | None:
+    """What a pipeline takes that is as the request wants its plan, looked for up to ``limit_s``. None where none is known to be
+    possible, for one site, or many, and where several plans or codecs were asked for, which a short look does not compare."""
     from planner import StageWishes, glance
     from planner.stages.costs import predicted
 
@@ -55,7 +57,7 @@ def stage_hint(request: PlanRequest) -> StageHint | None:
         constraints=request.rules,
     )
     try:
-        found = glance(request.cluster, request.workload, wishes, limit_s=min(_LIMIT_S, request.time_limit_s / 2))
+        found = glance(request.cluster, request.workload, wishes, limit_s=min(limit_s, request.time_limit_s / 2))
     except HybridEPError:
         return None
     if request.goal.overdraft(found.step_usd):
@@ -74,7 +76,7 @@ def with_hint(error: InfeasibleError, request: PlanRequest) -> InfeasibleError:
     """The error of a request that no plan answers, with what a pipeline would take, if one does."""
     from hybridep.units import format_seconds
 
-    hint = stage_hint(request)
+    hint = stage_hint(request, _PATIENT_S)
     if hint is None:
         return error
     found = f"a short look finds a step of {format_seconds(hint.step_s)}"

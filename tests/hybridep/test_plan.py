@@ -136,12 +136,16 @@ def test_overrides_ask_what_the_same_placement_would_do_elsewhere(tmp_path):
         load_any_plan(path, overrides=["cluster.levels.dc.bandwith=1 Gbps"])
 
 
-@pytest.mark.parametrize(("streams", "message"), [({"wan": 2}, "no such level"), ({"dc": 0}, "at least 1")])
+@pytest.mark.parametrize(
+    ("streams", "message"), [({"wan": 2}, "no such level"), ({"dc": 0}, "at least 1"), ({"dc": 65}, "at most 64")]
+)
 def test_streams_are_of_levels(streams, message):
     made = plan().model_dump(mode="json")
     assert build(Plan, made | {"schedule": {"streams": {"dc": 4}}}, "plan").schedule.streams == {"dc": 4}
     with pytest.raises(ConfigError, match=message):
         build(Plan, made | {"schedule": {"streams": streams}}, "plan")
+    with pytest.raises(ConfigError, match="chunks"):
+        build(Plan, made | {"schedule": {"chunks": 10**30}}, "plan")
 
 
 GROUP = {"first_layer": 0, "num_layers": 3, "domains": {"dc": 1, "gpu": 1}, "migration": {}}
