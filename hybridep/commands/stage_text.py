@@ -60,7 +60,10 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
         console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f}){'' if name in fit else ', does not fit'}")
     if found["lower_bound_s"] is not None:
         console.print(f"no schedule of this plan is faster than {format_seconds(found['lower_bound_s'])}")
-    console.print(f"no pipeline is faster than {format_seconds(found['bound_s'])} (gap {found['gap']:.0%})")
+    least = f"faster than {format_seconds(found['bound_s'])}"
+    if (least_usd := found["cost_bound_usd"]) is not None:
+        least = f"cheaper than {format_dollars(least_usd)}"
+    console.print(f"no pipeline is {least} (gap {found['gap']:.0%})")
     console.print(
         f"WAN {format_bytes(found['wan_bytes'])} per step; memory of the fullest rank {format_bytes(found['memory_bytes'])}"
     )
