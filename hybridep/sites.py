@@ -137,6 +137,11 @@ class ClusterFile(Strict):
         trunks = [trunk.name for trunk in self.trunks]
         if len(set(trunks)) != len(trunks):
             raise ValueError(f"trunks: names repeat: {trunks}")
+        # Loads of links, and what changes them, go by name.
+        named = {f"{name} {way}" for name in self.site_names for way in ("up", "down")} if trunks else set()
+        named |= {f"{link.src} -> {link.dst}" for link in self.links}
+        if taken := next((name for name in trunks if name in named), None):
+            raise ValueError(f"trunks: {taken!r} is what a link of the sites is called; give the trunk another name")
         for at, trunk in enumerate(self.trunks):
             self._check_carried(f"trunks.{at}.carries", trunk.carries)
         if self.links:
