@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import permutations
 
@@ -13,6 +14,11 @@ from hybridep.config import Bandwidth, Duration, Size, Strict, TransferPrice
 from hybridep.gpus import Gpu, SiteGpu
 
 MOST_RANKS = 10**7
+
+
+def is_called(name: str, pattern: str) -> bool:
+    """Whether a site's or a link's name is this one, or is meant by this pattern: a name itself may have brackets."""
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 class PodLink(Strict):
