@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import permutations
 
@@ -13,6 +14,11 @@ from hybridep.config import Bandwidth, Duration, Size, Strict, TransferPrice
 from hybridep.gpus import Gpu, SiteGpu
 
 MOST_RANKS = 10**7
+
+
+def is_called(name: str, pattern: str) -> bool:
+    """Whether a site's or a link's name is this one, or is meant by this pattern: a name itself may have brackets."""
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 class PodLink(Strict):
@@ -137,6 +143,11 @@ class ClusterFile(Strict):
         trunks = [trunk.name for trunk in self.trunks]
         if len(set(trunks)) != len(trunks):
             raise ValueError(f"trunks: names repeat: {trunks}")
+        # Loads of links, and what changes them, go by name.
+        named = {f"{name} {way}" for name in self.site_names for way in ("up", "down")} if trunks else set()
+        named |= {f"{link.src} -> {link.dst}" for link in self.links}
+        if taken := next((name for name in trunks if name in named), None):
+            raise ValueError(f"trunks: {taken!r} is what a link of the sites is called; give the trunk another name")
         for at, trunk in enumerate(self.trunks):
             self._check_carried(f"trunks.{at}.carries", trunk.carries)
         if self.links:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +20,7 @@ from hybridep.config import Strict, load
 from hybridep.errors import InfeasibleError, PlacementError, UserError
 from hybridep.placement import home_blocks
 from hybridep.serving import parse_experts
+from hybridep.sites import is_called
 from hybridep.topology import Cluster
 
 MOST_RULES = 16
@@ -198,7 +198,7 @@ def rule_sites(cluster: Cluster, rule: Rule, patterns: tuple[str, ...]) -> BoolA
     labels = [cluster.site_labels(dc) for dc in range(cluster.sizes[0])]
     chosen = np.zeros(len(labels), dtype=np.bool_)
     for pattern in patterns:
-        matching = [any(fnmatchcase(label, pattern) for label in each) for each in labels]
+        matching = [any(is_called(label, pattern) for label in each) for each in labels]
         if not any(matching):
             shown = ", ".join(each[0] for each in labels[:8]) + (" ..." if len(labels) > 8 else "")
             raise UserError(f"rule {rule.name}: no site is called {pattern!r}; there are {shown}")

@@ -49,22 +49,22 @@ def plans_measured(
     """
     asked_s = elapsed_s()
     make = partial(build_problem, cluster, workload, schedule or Schedule(), codecs=codecs)
-    problems = [make(shares) for shares in popularity]
-    ways = ways_again(workload.model)
-    most = max(ways.index(problem.recompute) for problem in problems)
+    nothing, *ways = ways_again(workload.model)
+    kept = [make(shares, recompute=nothing) for shares in popularity]
     found, errors = list[list[Plan]](), list[InfeasibleError]()
     # Where some layer is short of memory, layers may compute again in all ways but the first, which is a part of others.
-    for way in ways[1:] if most else ways[:1]:
+    is_short = any(problem.is_short_of_memory for problem in kept)
+    for way in ways if is_short else [nothing]:
+        problems = [make(shares, recompute=way) for shares in popularity] if is_short else kept
         try:
-            found.append(_by_layer([make(shares, recompute=way) for shares in popularity], popularity, count))
+            found.append(_by_layer(problems, popularity, count))
         except InfeasibleError as error:
             errors.append(error)
     if not found:
         raise errors[-1]  # of what needs least memory
     first, *others = min(found, key=lambda plans: plans[0].predicted.step)
-    # Of plans that compute nothing again, nothing is faster than what keeps all.
-    kept = [make(shares, recompute=ways[0]) for shares in popularity] if most else problems
     step_s = first.predicted.step
+    # Of plans that compute nothing again, nothing is faster than what keeps all.
     bound_s = min(kept[0].fixed_s + sum(float(problem.layer_s.min()) for problem in kept), step_s)
     report = SolverReport(
         status=Status.OPTIMAL if gap(step_s, bound_s) <= PROVEN_GAP else Status.FEASIBLE,

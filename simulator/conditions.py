@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from pydantic import Field, model_validator
 from hybridep.arrays import FloatArray, IntArray
 from hybridep.config import Duration, Size, Strict, read_csv
 from hybridep.errors import ConfigError, UserError
+from hybridep.sites import is_called
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact, format_seconds
 
@@ -240,7 +240,7 @@ def _period(now_s: float, period_s: float) -> int:
 
 
 def _matching(names: Sequence[str], pattern: str) -> IntArray:
-    return np.flatnonzero([fnmatchcase(name, pattern) for name in names])
+    return np.flatnonzero([is_called(name, pattern) for name in names])
 
 
 def _worker_names(cluster: Cluster) -> list[list[str]]:

@@ -100,10 +100,11 @@ def fail(name: str, error: HybridEPError, as_json: bool) -> None:
 
 
 def stdout_console(least_width: int = 0) -> Console:
-    """For people, on stdout. Rows of tables are folded into a terminal's width, or ``least_width``, and nowhere else."""
+    """For people, on stdout. Rows of tables are folded into a terminal's width, or ``least_width``, and nowhere else. Texts are
+    printed as they are: names may have brackets or colons, which rich would take for markup or emoji."""
     from rich.console import Console
 
-    made = Console(highlight=False, soft_wrap=True)
+    made = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     made.width = max(made.width, least_width) if made.is_terminal else _WIDE
     return made
 

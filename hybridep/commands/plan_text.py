@@ -58,13 +58,16 @@ def show(made: Plan, explanation: Explanation, hint: StageHint | None = None, *,
 
 def _show_placement(made: Plan, whole: bool) -> None:
     """Who computes what for whom, and how that was found."""
+    from rich.text import Text
+
     console, cluster = stdout_console(), made.cluster
     pods, sites = cluster.sizes[0], len({*cluster.datacenters})
     where = f"{pods} pods of {counted(sites, 'site')}" if sites != pods else "one site" if sites == 1 else f"{sites} sites"
-    console.print(
-        f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {counted(cluster.num_gpus, 'rank')} in {where}"
+    counts = (
+        f": {counted(cluster.num_gpus, 'rank')} in {where}"
         f", {counted(made.workload.model.num_moe_layers, 'MoE layer')} of {counted(made.workload.model.num_experts, 'expert')}"
     )
+    console.print(Text.assemble((made.workload.name, "bold"), " on ", (cluster.name, "bold"), counts))
     if not alike_ranks(cluster, made.workload):
         console.print(f"  {_ranks(made)}")
     for group in made.layers:
@@ -87,6 +90,7 @@ def _show_placement(made: Plan, whole: bool) -> None:
 def _show_options(made: Plan, explanation: Explanation, hint: StageHint | None, whole: bool) -> None:
     """The plan and its alternatives, and what else of the step there is to say beside them."""
     from rich.table import Table
+    from rich.text import Text
 
     console, chosen = stdout_console(), explanation.plan
     priced = chosen.step_usd is not None
@@ -107,9 +111,10 @@ def _show_options(made: Plan, explanation: Explanation, hint: StageHint | None, 
     console.print("(copies: experts that a rank holds of others, per layer)")
     better = "cheaper" if made.solver is not None and made.solver.cost_bound is not None else "faster"
     if hint is not None and _worth(made, hint) < _worth(made, chosen):
-        console.print(f"[bold]stages[/bold] are {better} (as the first few were found; --stages auto searches for the best)")
+        found = f" are {better} (as the first few were found; --stages auto searches for the best)"
+        console.print(Text.assemble(("stages", "bold"), found))
     if explanation.alone is not None and _worth(made, explanation.alone) < _worth(made, chosen):
-        console.print(f"[bold]{explanation.alone.name}[/bold] is {better}: the other sites do not pay {FEWER}")
+        console.print(Text.assemble((explanation.alone.name, "bold"), f" is {better}: the other sites do not pay {FEWER}"))
     earlier = 1 - explanation.expected_s / chosen.step_s
     if earlier >= _TOLD:
         console.print(

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from planner import PlanMatrices
     from planner.stages.matrices import StageMatrices
 
+# Names are no formulas, whatever is between two dollar signs in them.
+matplotlib.rcParams["text.parse_math"] = False
+
 MAX_ROWS = 40
 """A timeline with more rows than this shows the first ones only."""
 

@@ -165,11 +165,12 @@ def _show_run(run: RunResult) -> None:
 
 def _show(report: Report) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from hybridep.units import format_bytes, format_seconds
 
     console, step_s = stdout_console(), report.step.step_s
-    console.print(f"step [bold]{format_seconds(step_s)}[/bold] (simulated in {format_seconds(report.wall_s)})")
+    console.print(Text.assemble("step ", (format_seconds(step_s), "bold"), f" (simulated in {format_seconds(report.wall_s)})"))
     for baseline, other_s in report.baselines.items():
         chosen = f", {report.choices[baseline]}" if baseline in report.choices else ""
         console.print(f"  {baseline}: {format_seconds(other_s)} (x {other_s / step_s:.2f}{chosen})")

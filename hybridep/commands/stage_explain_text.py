@@ -19,6 +19,7 @@ _MOST_SITES = 12
 def show_explanation(found: PipelineExplanation) -> None:
     """The alternatives and why each was rejected, what binds, the busiest links, and memory."""
     from rich.table import Table
+    from rich.text import Text
 
     console, chosen = stdout_console(), found.plan
     priced = chosen.step_usd is not None
@@ -38,8 +39,10 @@ def show_explanation(found: PipelineExplanation) -> None:
     for option in found.alternatives:
         # One that is not possible may have the same name.
         if option.name in found.better and option.fits and option.allowed:
-            told = f"[bold]{option.name}[/bold] is expected to be {_better_by(chosen, option)}"
-            console.print(f"{told}: the search did not try it, or a simulation preferred the plan")
+            told = (
+                f" is expected to be {_better_by(chosen, option)}: the search did not try it, or a simulation preferred the plan"
+            )
+            console.print(Text.assemble((option.name, "bold"), told))
     stage, busy = found.stage, f"{format_seconds(found.stage.busy_s)}, {found.stage.share:.0%} of the step"
     console.print(f"\nwhat binds: {found.binds}; busiest stage: {stage.number}, for {busy}")
     show_links(found.links)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, float]) -> None:
     """Print it for people; ``choice``: the same, as it was simulated. ``others_s``: steps of other plans."""
     from rich.table import Table
+    from rich.text import Text
 
     from hybridep.commands.codecs import codec_lines
     from hybridep.commands.plan_text import few
@@ -29,11 +30,12 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
 
     found, console = pipeline_summary(plan), stdout_console()
     cluster, step_s = plan.cluster, found["step_s"]
-    console.print(
-        f"[bold]{plan.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {counted(cluster.num_gpus, 'rank')}, "
+    counts = (
+        f": {counted(cluster.num_gpus, 'rank')}, "
         f"{counted(len(plan.stages), 'stage')}, {counted(plan.micro_batches, 'micro-batch')}, "
         f"each stage up to {counted(plan.ahead, 'forward')} ahead for each stage behind it"
     )
+    console.print(Text.assemble((plan.workload.name, "bold"), " on ", (cluster.name, "bold"), counts))
     table = Table("stage", "sites", "layers", "a micro-batch", "sequences", "in flight", "memory", box=None, pad_edge=False)
     for number, stage in enumerate(found["stages"]):
         both_s = stage["forward_s"] + stage["backward_s"]
@@ -49,7 +51,7 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
     console.print(table)
     console.print(_inside(plan))
     parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in found["parts_s"].items())
-    console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
+    console.print(Text.assemble("step ", (format_seconds(step_s), "bold"), f": {parts}"))
     if choice.simulated_s is not None:
         among = f", the best of {choice.simulated} pipelines" if choice.simulated > 1 else ""
         console.print(f"  simulated: {format_seconds(choice.simulated_s)}{among}")
@@ -63,7 +65,10 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
     console.print(beside)
     if found["lower_bound_s"] is not None:
         console.print(f"no schedule of this plan is faster than {format_seconds(found['lower_bound_s'])}")
-    console.print(f"no pipeline is faster than {format_seconds(found['bound_s'])} (gap {found['gap']:.0%})")
+    least = f"faster than {format_seconds(found['bound_s'])}"
+    if (least_usd := found["cost_bound_usd"]) is not None:
+        least = f"cheaper than {format_dollars(least_usd)}"
+    console.print(f"no pipeline is {least} (gap {found['gap']:.0%})")
     console.print(
         f"WAN {format_bytes(found['wan_bytes'])} per step; memory of the fullest rank {format_bytes(found['memory_bytes'])}"
     )

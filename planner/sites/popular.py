@@ -33,7 +33,7 @@ from planner.exchange import ExchangeTimes
 from planner.measured import plans_measured
 from planner.memory import memory_use
 from planner.plans import predict, solver_report
-from planner.problem import MAX_COPY_STEPS
+from planner.problem import MAX_COPY_STEPS, build_problem, ways_again
 from planner.sites.plans import chosen_table, plan_sites
 from planner.sites.popular_bound import least_s
 from planner.sites.problem import Configuration, SiteProblem, site_problem
@@ -52,8 +52,10 @@ AMPLE_S = 60.0
 """With less time walks make fewer moves in proportion."""
 DOMAINS = 0.4
 """Equal domains are planned, too, where that takes no more than this share of the time."""
-DOMAINS_S = 1e-6
-"""Roughly, of one configuration in one layer, for each rank and expert."""
+DOMAINS_S, EACH_S = 1e-6, 1.5e-3
+"""Roughly, of one configuration in one layer: for each rank and expert, and whatever there are of these."""
+AGAIN = 4
+"""So many times as long that takes where memory is short, and layers are planned with each way to compute again, too."""
 
 
 class _Choice(NamedTuple):
@@ -84,7 +86,7 @@ def plans_popular(
     schedule = schedule or Schedule()
     domains: list[Plan] = []
     # Follows from the limit, not from the clock, so that two runs do the same.
-    in_time = domains_s(cluster, workload) <= DOMAINS * time_limit_s
+    in_time = domains_in_time(cluster, workload, popularity[0], schedule, codecs, time_limit_s)
     if in_time:
         with suppress(InfeasibleError):
             domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
@@ -137,11 +139,22 @@ def plans_popular(
     return [best.model_copy(update={"solver": report}), *rest][:count]
 
 
-def domains_s(cluster: Cluster, workload: Workload) -> float:
-    """About how long ``plans_measured`` takes."""
-    model = workload.model
+def domains_in_time(
+    cluster: Cluster,
+    workload: Workload,
+    shares: Sequence[float],
+    schedule: Schedule,
+    codecs: Mapping[str, Codecs] | None,
+    time_limit_s: float,
+) -> bool:
+    """Whether ``plans_measured`` has time; ``shares``: of one layer, by which it is told whether memory is short."""
+    model, share_s = workload.model, DOMAINS * time_limit_s
     number = 2 * len(all_choices(cluster, model.num_experts, MAX_COPY_STEPS))
-    return DOMAINS_S * number * model.num_moe_layers * cluster.num_gpus * model.num_experts
+    takes_s = number * model.num_moe_layers * (EACH_S + DOMAINS_S * cluster.num_gpus * model.num_experts)
+    if not takes_s <= share_s < AGAIN * takes_s:
+        return takes_s <= share_s
+    nothing = ways_again(model)[0]
+    return not build_problem(cluster, workload, schedule, tuple(shares), codecs, recompute=nothing).is_short_of_memory
 
 
 class _Layer:

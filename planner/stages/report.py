@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridep.pipeline import PipelinePlan
+from hybridep.plan import Objective
 from planner.stages.costs import costed, without_stages
 
 
@@ -33,7 +34,7 @@ def pipeline_summary(plan: PipelinePlan) -> dict[str, Any]:
         "status": report.status.value if report else ("feasible" if found.fits else "infeasible"),
         "objective_s": found.times.step_s,
         "bound_s": bound_s,
-        "gap": 1 - bound_s / found.times.step_s,
+        "gap": report.gap if report else 1 - bound_s / found.times.step_s,
         "solve_s": report.solve if report else 0.0,
         "domains": [group.domains for stage in plan.stages for group in stage.layers],
         "baselines": dict(prediction.baselines) if prediction else {},
@@ -45,6 +46,8 @@ def pipeline_summary(plan: PipelinePlan) -> dict[str, Any]:
         "lower_bound_s": prediction.bound if prediction else None,
         "wan_bytes": prediction.wan_bytes if prediction else None,
         "step_usd": found.step_usd if plan.cluster.has_prices else None,
+        "minimised": report.minimised.value if report else Objective.TIME.value,
+        "cost_bound_usd": report.cost_bound if report else None,
         "micro_batches": plan.micro_batches,
         "ahead": plan.ahead,
         "stages": stages,

@@ -169,7 +169,8 @@ def _sent(plan: PipelinePlan, network: ExchangeTimes, ways: Ways, mine: BoolArra
     sites = source // cluster.ranks_per_site, destination // cluster.ranks_per_site
     windows_s = size_bytes * (per_byte[sites] if per_byte.ndim else float(per_byte))
     links, inside_s = links_of(network, source, destination, size_bytes)
-    latency_s = float(cluster.site_latency_s[sites].max())
+    further_s = (int(np.bincount(source).max()) - 1) * cluster.gpu.message_overhead
+    latency_s = float(cluster.site_latency_s[sites].max()) + further_s
     return Sent(Way(latency_s, links, float(max(windows_s.max(), inside_s))), tuple(np.unique(other[mine]).tolist()))
 
 

@@ -44,3 +44,20 @@ def test_rows_are_whole_where_there_is_no_terminal(capsys: pytest.CaptureFixture
     show(plan, explain(plan, rules))
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("copies ahead (--prefetch)  ")]
     assert " breaks a rule  " in row
+
+
+def test_names_are_shown_as_they_are(inputs: Inputs, call: Call) -> None:
+    """With what rich would take for markup, which it leaves out or stumbles over, or for emoji; and figures for formulas."""
+    sites = "sites: [{name: 'eu[1]'}, {name: 'b[/x]:smile:$\\q$', up: 50 Mbps}]\n"
+    cluster = inputs.write(
+        "names.yaml", inputs.cluster.read_text(encoding="utf-8").replace("name: two", "name: two[bold]") + sites
+    )
+    named = ("--set", "workload.name=small[base]", "--time-limit", "0.5", "--explain")
+    for stages in ((), ("--stages", "2")):
+        path = inputs.folder / f"plan{len(stages)}.yaml"
+        result = call("plan", cluster, inputs.workload, "-o", path, *named, *stages, "--figure", path.with_suffix(".png"))
+        assert result.code == 0 and result.out.startswith("small[base] on two[bold]: 2 ranks"), result.err
+        assert "eu[1] alone" in result.out and "b[/x]:smile:$\\q$ up " in result.out
+        assert "b[/x]:smile:$\\q$ up " in call("simulate", path).out
+    compared = call("plan", "--compare", inputs.folder / "plan0.yaml", inputs.folder / "plan2.yaml")
+    assert compared.code == 0 and "  b[/x]:smile:$\\q$: layers 0-1 -> layer" in compared.out, compared.err

@@ -16,7 +16,7 @@ from hybridep.commands.stage_choice import in_stages as stages_in_time
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import AnyPlan, PipelinePlan, load_any_plan
 from hybridep.topology import Cluster
-from hybridep.units import format_seconds
+from hybridep.units import format_dollars, format_seconds
 from hybridep.workload import Workload
 from planner import StageWishes, alone
 from planner.clock import now_s
@@ -93,6 +93,13 @@ def test_the_cheapest_with_or_without_stages(inputs: Inputs, call: Call) -> None
     assert result.code == 0, result.err
     plan = load_any_plan(path)
     assert plan.prediction is not None and plan.prediction.cost == pytest.approx(result.json["step_usd"])
+    path, result = in_stages(inputs, call, "--stages", "2", "--objective", "dollars", "--json", cluster=priced)
+    plan = load_any_plan(path)
+    assert isinstance(plan, PipelinePlan) and plan.solver is not None and plan.solver.cost_bound is not None
+    assert result.json["gap"] == plan.solver.gap != pytest.approx(1 - result.json["bound_s"] / result.json["step_s"])
+    assert (result.json["minimised"], result.json["cost_bound_usd"]) == ("dollars", plan.solver.cost_bound)
+    shown = in_stages(inputs, call, "--stages", "2", "--objective", "dollars", cluster=priced)[1]
+    assert f"no pipeline is cheaper than {format_dollars(plan.solver.cost_bound)} (gap {plan.solver.gap:.0%})" in shown.out
     path, shown = in_stages(inputs, call, "--stages", "2", "--budget", "1 $", cluster=priced)
     assert shown.code == 0 and "price of a step: " in shown.out
     path.unlink()

@@ -98,6 +98,22 @@ def test_bound_holds_where_layers_without_experts_do_not_compute_again() -> None
     assert found.solver.bound <= step_cost(other).step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("memory_share", "ways"), [(1.0, 1), (0.98, 3)])
+def test_no_problem_is_built_twice(memory_share: float, ways: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take all of the time, which a limit counts on."""
+    workload, built = dense_workload(1024), list[object]()
+    most = memory_use(planner.plan_domains(two_sites(1e12), workload)).total_bytes.max()
+    make = planner.problem._problem
+
+    def count(*given: object) -> Problem:
+        built.append(given)
+        return make(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("planner.problem._problem", count)
+    planner.plan(two_sites(memory_share * 1.001 * most), workload, popularity=((1 / 8,) * 8,) * 5)
+    assert len(built) == 5 * ways
+
+
 @pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("memory_share", "layers", "sequences", "gain"), [(0.01, 2, 1, 0.3), (0.02, 3, 1, 0.3), (0.1, 3, 8, 0.004), (0.01, 3, 8, 0.0)]

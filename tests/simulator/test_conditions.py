@@ -54,6 +54,11 @@ def test_links_that_slow_down_in_the_middle() -> None:
     assert begun.step_s == pytest.approx(always.step_s, rel=1e-9)
 
 
+def test_links_of_sites_with_brackets_are_found_by_name() -> None:
+    changed = conditions(changes=[{"links": "s[eu] up", "factor": 0.5}])
+    np.testing.assert_array_equal(LinkFactors(changed, ["s[eu] up", "s[eu] down", "se up"]).at(0.0), [0.5, 1.0, 0.5])
+
+
 def test_loads_are_of_what_links_could_carry() -> None:
     """Each link's own capacity over time, so that the busiest is the one that holds the step up."""
     changes = [

@@ -108,6 +108,18 @@ def test_parallel_trunks_have_names_of_their_own() -> None:
         build(Cluster, data, "cluster")
 
 
+@pytest.mark.parametrize("name", ["dc1 up", "dc0 -> dc1"])
+def test_a_trunk_is_not_called_as_a_link(name: str) -> None:
+    """Its load would be told as the link's, and what changes one would change both."""
+    data = make_plan(2, 2).cluster.model_dump(mode="json", exclude_none=True)
+    ends = [("dc0", "dc1"), ("dc1", "dc0")]
+    links = [{"src": src, "dst": dst, "bandwidth": "1 Gbps", "latency": "1 ms"} for src, dst in ends]
+    named = {"sites": [{"name": "dc0"}, {"name": "dc1"}], "links": links}
+    trunk = {"name": name, "bandwidth": "1 Gbps", "carries": {"dc0 -> dc1": 1}}
+    with pytest.raises(ConfigError, match=f"trunks: '{name}' is what a link of the sites is called; give the trunk another"):
+        build(Cluster, data | named | {"trunks": [trunk]}, "cluster")
+
+
 def graph_of(*metrics: tuple[str, str, float]) -> FabricFile:
     trunks = [{"ends": [a, b], "bandwidth": "1 Gbps", "latency": "1 ms", "metric": metric} for a, b, metric in metrics]
     return fabric(wan={"graph": {"routing": "ecmp", "trunks": trunks}})

@@ -114,6 +114,13 @@ def test_rules_about_nothing(
         permissions(given[0], 8, rules(entry).rules)
 
 
+def test_a_name_with_brackets_is_no_pattern_only(given: tuple[Cluster, Workload]) -> None:
+    sites = tuple(site.model_copy(update={"name": f"{site.name}[eu]"}) for site in given[0].named_sites)
+    cluster = given[0].model_copy(update={"sites": sites, "links": ()})
+    barred = ~permissions(cluster, 8, rules({"kind": "forbid", "sites": ["s3[eu]"]}).rules).hold.any(axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(barred), [3])
+
+
 def test_files_are_strict(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("rules") / "rules.yaml"
     path.write_text("rules:\n- {name: a, kind: keep_tokens, sites: [s0], experts: 0-1}\n", encoding="utf-8")

@@ -24,7 +24,7 @@ from planner.memory import memory_use
 from planner.sites.bound import Proof, prove
 from planner.sites.least_hit import least_hit
 from planner.sites.plans import table_plan
-from planner.sites.popular import exchanged, plans_popular
+from planner.sites.popular import domains_in_time, exchanged, plans_popular
 from planner.sites.popular_bound import LEFT_OUT, as_all_s, least_s
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
@@ -235,6 +235,19 @@ def test_equal_domains_are_left_out_where_they_take_too_long(per_s: float, times
     monkeypatch.setattr("planner.sites.popular._variants", lambda *_: [])
     [made] = plans_popular(cluster, work, popularity, time_limit_s=1)
     assert made.digest == planned[-1][0].digest and len(planned) == times + 1
+
+
+def test_equal_domains_take_longer_where_memory_is_short() -> None:
+    cluster, work = cluster_and_workload("lab-4dc", "tiny", ())
+    [shares] = skewed(6, 1, 16, 4, 5.0)
+
+    def in_time(memory_bytes: float, limit_s: float) -> bool:
+        gpu = cluster.gpu.model_copy(update={"memory": memory_bytes})
+        return domains_in_time(cluster.model_copy(update={"gpu": gpu}), work, shares, Schedule(), None, limit_s)
+
+    # With few ranks and experts, too, each configuration takes its time.
+    assert not in_time(1e9, 0.1) and in_time(1e9, 60) and in_time(44e6, 60)
+    assert in_time(1e9, 1) and not in_time(44e6, 1)
 
 
 @pytest.mark.turns(6)

@@ -156,6 +156,15 @@ def test_most_expected_steps_are_simulated_to_a_thousandth() -> None:
     assert np.median(np.abs(np.array(ratios) - 1)) < 1e-3
 
 
+@pytest.mark.parametrize("seed", [300, 304, 307])
+def test_ranks_that_pass_on_to_several_sites_send_so_many_messages(seed: int) -> None:
+    plan = random_pipeline(seed, least_stages=2)
+    gpu = plan.cluster.gpu.model_copy(update={"message_overhead": 5e-3})
+    slow = plan.at_rates(plan.cluster.model_copy(update={"gpu": gpu}))
+    assert len({len(stage.sites) for stage in slow.stages}) > 1
+    assert costed(slow).times.step_s == pytest.approx(simulate_pipeline(slow).step_s, rel=2e-3)
+
+
 @pytest.mark.parametrize("seed", range(200, 208))
 def test_of_many_micro_batches_the_last_ones_stand_for_the_rest(seed: int) -> None:
     plan = random_pipeline(seed, least_stages=2)
