@@ -26,6 +26,8 @@ from planner.sites.solution import Wishes
 from planner.streams import with_fewest, with_most
 from planner.within_loss import plans_within_loss
 
+FEW_SITES = 3
+"""From so many equal sites on a serving table may be better than equal domains, whose sizes divide the sites."""
 MANY_SITES = 64
 """With more sites even equal ones are planned site by site: the candidates of equal domains have arrays over ranks."""
 
@@ -135,6 +137,8 @@ def plans(
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)
     by_table = by_site(cluster, workload) or dear or constraints is not None
+    # Copies ahead, and placements by layer, are searched among equal domains where sites are alike.
+    or_domains = not by_table and cluster.sizes[0] >= FEW_SITES and not ahead and not popularity
     if most_chunks > 1:
         if ahead or (schedule is not None and schedule.prefetch):
             raise UserError("tokens in parts and copies ahead of their blocks: a schedule has one of them; leave the other out")
@@ -164,7 +168,7 @@ def plans(
 
         found = best_of_searches(measured, schedule or Schedule(), most_chunks)
         return [with_fewest(one, free) for one in found]
-    if by_table:
+    if by_table or or_domains:
         found = plan_sites(
             cluster,
             workload,
@@ -177,6 +181,7 @@ def plans(
             goal=goal,
             codecs=codecs,
             most_chunks=most_chunks,
+            fit_domains=or_domains and goal.budget_usd is None,
         )
         if ahead:
             found = tables_ahead(found, count)

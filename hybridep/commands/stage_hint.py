@@ -40,9 +40,9 @@ class StageHint:
         return asdict(self)
 
 
-def stage_hint(request: PlanRequest, limit_s: float = _LIMIT_S) -> StageHint | None:
-    """What a pipeline takes that is as the request wants its plan, looked for up to ``limit_s``. None where none is known to be
-    possible, for one site, or many, and where several plans or codecs were asked for, which a short look does not compare."""
+def stage_hint(request: PlanRequest, patience_s: float = _LIMIT_S) -> StageHint | None:
+    """What a pipeline takes that is as the request wants its plan, looked for up to ``patience_s``. None where none is known
+    to be possible, for one site, or many, and where several plans or codecs are asked for, which a short look leaves alone."""
     from planner import StageWishes, glance
     from planner.stages.costs import predicted
 
@@ -57,7 +57,8 @@ def stage_hint(request: PlanRequest, limit_s: float = _LIMIT_S) -> StageHint | N
         constraints=request.rules,
     )
     try:
-        found = glance(request.cluster, request.workload, wishes, limit_s=min(limit_s, request.time_limit_s / 2))
+        limit_s, patience_s = (min(one, request.time_limit_s / 2) for one in (_LIMIT_S, patience_s))
+        found = glance(request.cluster, request.workload, wishes, limit_s=limit_s, patience_s=patience_s)
     except HybridEPError:
         return None
     if request.goal.overdraft(found.step_usd):

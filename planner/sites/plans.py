@@ -45,6 +45,7 @@ def plan_sites(
     goal: Goal = FASTEST,
     codecs: Mapping[str, Codecs] | None = None,
     most_chunks: int = 1,
+    fit_domains: bool = False,
 ) -> list[Plan]:
     """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
     layers, or equal domains where those win.
@@ -52,8 +53,9 @@ def plan_sites(
     All layers compute again in backward (``LayerGroup.recompute``) where no table fits otherwise, and among few enough sites for
     walks also where that is better. The first has a bound that holds for every serving table that keeps the rules, whatever it
     costs and the choice inside sites, used in all layers, and for the integer program's mixtures of equal domains; and where
-    tokens travel in any number of parts up to ``most_chunks`` (tables are searched for tokens in one piece). Raises
-    InfeasibleError, NoSolutionError and UserError.
+    tokens travel in any number of parts up to ``most_chunks`` (tables are searched for tokens in one piece).
+    ``fit_domains``: where no equal domains are possible no table is looked for, since sites are alike. Raises InfeasibleError,
+    NoSolutionError and UserError.
     """
     wishes = wishes or Wishes()
     started, asked_s = now_s(), elapsed_s()
@@ -69,7 +71,8 @@ def plan_sites(
         try:
             [domains] = best_of_searches(search, problem.schedule, most_chunks)
         except (InfeasibleError, NoSolutionError):
-            domains = None
+            if fit_domains:
+                raise
 
     def solved(problem: SiteProblem, ways: tuple[Recompute, ...] = ()) -> SiteSolution:
         left_s = max(wishes.time_limit_s - (now_s() - started), 0.1)

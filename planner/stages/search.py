@@ -167,13 +167,14 @@ def search_on(
     return search.best(number)
 
 
-def glance(cluster: Cluster, workload: Workload, wishes: StageWishes, *, limit_s: float) -> Costed:
+def glance(cluster: Cluster, workload: Workload, wishes: StageWishes, *, limit_s: float, patience_s: float) -> Costed:
     """The best of about ``GLANCED`` pipelines that a search would begin with, placed without a search; of fewer where that takes
-    longer than ``limit_s``. Raises what `plan_pipelines` raises, also where none of these fits."""
+    longer than ``limit_s``. Raises what `plan_pipelines` raises, also where none of these fits, and no other one is found within
+    ``patience_s``."""
     wishes.check(cluster)
     _require_stages(cluster, workload)
     candidates = candidates_of(cluster, workload, wishes)
-    search = Search(candidates, now_s(), limit_s, lambda what, seconds: None, now_s() + limit_s, changes=0, looks=0)
+    search = Search(candidates, now_s(), limit_s, lambda what, seconds: None, now_s() + patience_s, changes=0, looks=0)
     search.go_on([], GLANCED)
     for best in search.best(1):
         return best

@@ -66,7 +66,7 @@ LONG = ("levels.dc.latency=40 ms", "levels.dc.window=200 KB", "levels.gpu.window
 @pytest.mark.parametrize(("prefetch", "streams", "longest"), [(0, {"dc": 4, "gpu": 2}, 1.2), (1, {"dc": 1}, 1.8)])
 def test_connections_with_windows_agree(prefetch, streams, longest):
     workload = load_workload("tiny", SMALL)
-    schedule, free = Schedule(prefetch=prefetch, streams=streams), Schedule(prefetch=prefetch, streams={"dc": 99, "gpu": 99})
+    schedule, free = Schedule(prefetch=prefetch, streams=streams), Schedule(prefetch=prefetch, streams={"dc": 64, "gpu": 64})
     held = []
     for plan in plans(load_cluster("lab-4dc", LONG), workload, Residency.STEP, schedule):
         predicted_s, simulated = step_cost(plan).step_s, simulate_step(plan)

@@ -11,7 +11,7 @@ from planner_cases import make_cluster, make_workload, mixing_case, random_clust
 import planner
 from hybridep.config import build
 from hybridep.errors import ConfigError, UserError
-from hybridep.plan import Plan
+from hybridep.plan import Plan, Status
 from planner.check import CheckError, check
 
 
@@ -89,7 +89,7 @@ def test_a_missing_prediction_is_named(good: Plan) -> None:
 def test_a_lying_bound_is_noticed() -> None:
     """A slow plan that claims, consistently in all its own numbers, that nothing is faster."""
     cluster, workload = mixing_case()
-    honest, slow = planner.plan(cluster, workload), planner.baseline(cluster, workload, "ep")
+    honest, slow = planner.plan_domains(cluster, workload), planner.baseline(cluster, workload, "ep")
     assert honest.solver is not None and slow.prediction is not None
     report = honest.solver.model_copy(update={"objective": slow.prediction.step, "bound": slow.prediction.step})
     with pytest.raises(CheckError, match=r"solver\.bound: claims that no plan is faster .* domains l0 2, l1 2"):
@@ -100,7 +100,8 @@ def test_a_lying_bound_is_noticed() -> None:
 def test_optimal_needs_a_closed_gap(good: Plan) -> None:
     assert good.solver is not None
     bound = good.solver.objective * 0.9
-    report = good.solver.model_copy(update={"bound": bound, "gap": (good.solver.objective - bound) / good.solver.objective})
+    gap = (good.solver.objective - bound) / good.solver.objective
+    report = good.solver.model_copy(update={"status": Status.OPTIMAL, "bound": bound, "gap": gap})
     with pytest.raises(CheckError, match=r"solver\.status: claims optimal with a gap of 0\.1"):
         check(good.model_copy(update={"solver": report}))
 

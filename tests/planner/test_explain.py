@@ -88,7 +88,7 @@ def test_summary_is_the_contract(plan: Plan) -> None:
     assert set(summary) >= {
         "status", "objective_s", "bound_s", "gap", "solve_s", "domains", "baselines", "memory_bytes"
     }  # fmt: skip
-    assert summary["status"] == "optimal"
+    assert summary["status"] == "feasible" and 0 < summary["gap"] < 0.01
     assert summary["domains"] == {"l0": 2, "l1": 2}
     assert set(summary["baselines"]) == {"ep", "full_gather"}
     assert summary["objective_s"] == pytest.approx(summary["step_s"])
