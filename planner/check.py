@@ -6,6 +6,7 @@ from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Objective, Plan, Prediction, SolverReport, Status
 from hybridep.units import format_bytes, format_dollars, format_seconds
+from planner.constraints import Constraints, binding
 from planner.evaluate import MOST_RANKS, evaluate
 from planner.goal import Goal
 from planner.memory import memory_knob
@@ -28,11 +29,13 @@ class CheckError(UserError):
         return f"plan.{self.what}: {self.problem}"
 
 
-def check(plan: Plan) -> None:
+def check(plan: Plan, constraints: Constraints | None = None) -> None:
     """Raises CheckError (or ConfigError, where a field is not valid at all) naming what is wrong; returns when nothing is.
 
     Checked: fields, domains and layers; memory of every rank; the prediction and the baselines; the solver's objective,
-    bound, gap and status, where the bound must not exceed what some configuration used for all layers reaches.
+    bound, gap and status, where the bound must not exceed what some configuration used for all layers reaches. ``constraints``:
+    rules that the plan was made with, which it must keep; no configuration is known that does, too, and so none is held against
+    its bound.
     """
     # Read anew, as from a file: copies of a plan with changed fields are not validated.
     plan = build(Plan, plan.model_dump(mode="json"), "plan")
@@ -45,13 +48,16 @@ def check(plan: Plan) -> None:
             f"{format_bytes(memory.capacity_bytes)}: {format_bytes(missing)} are missing; raise "
             f"{memory_knob(plan.cluster, memory.fullest_rank)} or plan again",
         )
+    rules = binding(plan.cluster, plan.workload.model.num_experts, constraints)
+    if rules is not None and not all(rules.keeps(one.serve[0]) for one in plan.placements):
+        raise CheckError("layers", "some expert is computed or held where a rule forbids it; plan again with the rules")
     if plan.prediction is None:
         raise CheckError("prediction", "is missing; a planner's plan has one")
     _check_prediction(
         plan.prediction, predict(plan, tuple(name for name in BASELINES if name.value in plan.prediction.baselines))
     )
     if plan.solver is not None:
-        _check_solver(plan, plan.solver, plan.prediction)
+        _check_solver(plan, plan.solver, plan.prediction, has_rules=rules is not None)
 
 
 def _check_prediction(claimed: Prediction, actual: Prediction) -> None:
@@ -65,7 +71,7 @@ def _check_prediction(claimed: Prediction, actual: Prediction) -> None:
             raise CheckError(f"prediction.{name}", f"claims {flat_claimed[name]:.9g}, recomputed {flat_actual[name]:.9g}")
 
 
-def _check_solver(plan: Plan, report: SolverReport, prediction: Prediction) -> None:
+def _check_solver(plan: Plan, report: SolverReport, prediction: Prediction, *, has_rules: bool) -> None:
     if report.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise CheckError("solver.status", f"is {report.status.value}, yet there is a plan")
     if not _equal(report.objective, prediction.step):
@@ -85,8 +91,8 @@ def _check_solver(plan: Plan, report: SolverReport, prediction: Prediction) -> N
         )
     if report.status is Status.OPTIMAL and report.gap > PROVEN_GAP:
         raise CheckError("solver.status", f"claims optimal with a gap of {report.gap:.3g}")
-    if plan.popularity:
-        return  # its layers differ, and no configuration below is costed for them
+    if plan.popularity or has_rules:
+        return  # no configuration below is costed for layers that differ, nor keeps rules
     goal = goal_of(report)
     name, value = _best_known(plan, goal)
     bound = goal.value(report.bound, report.cost_bound or 0.0)

@@ -49,7 +49,10 @@ def test_plans_keep_every_rule(given: tuple[Cluster, Workload]) -> None:
     assert plan.solver is not None
     free = planner.plan(cluster, workload, time_limit_s=3)
     assert free.prediction is not None and free.prediction.step <= plan.solver.objective
-    planner.check(plan)
+    planner.check(plan, KEPT)
+    planner.check(free)
+    with pytest.raises(planner.CheckError, match=r"layers: some expert is computed or held where a rule forbids it"):
+        planner.check(free, KEPT)
 
 
 @pytest.mark.parametrize("seed", range(4))
