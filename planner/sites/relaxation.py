@@ -29,6 +29,7 @@ from planner.memory import TOLERANCE, lasting_copy_bytes
 from planner.sites.boxes import Box, Boxes, over, upper_ends
 from planner.sites.classes import SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
+from planner.sites.forced import forced
 from planner.sites.inside import InsideTimes, inside_times
 from planner.sites.problem import SiteProblem
 
@@ -234,15 +235,17 @@ class Relaxation:
         slowest = 1 / max(1 / slowest, float(problem.window_s_per_byte[0].max()))
         # Each rank's tokens leave it once for every other site at most.
         most_rows = float(problem.tokens.max()) * problem.num_inside * problem.num_sites**2
+        label = self.classes.label
+        least = forced(problem, *(known[label][:, label] for known in (self.classes.latency_s, self.token_latency_s)))
         return [
             Box(
                 residency=residency,
-                gather_s=(0.0, gather),
-                return_s=(0.0, back),
-                forward_s=(0.0, most_rows / slowest),
-                back_s=(0.0, most_rows / slowest),
-                copy_reach=(0, len(self.copy_reaches_s) - 1),
-                reach=(0, len(self.reaches_s) - 1),
+                gather_s=(least.gather_s, gather),
+                return_s=(least.return_s, back),
+                forward_s=(least.forward_s, most_rows / slowest),
+                back_s=(least.back_s, most_rows / slowest),
+                copy_reach=(int(np.searchsorted(self.copy_reaches_s, least.copies_from_s)), len(self.copy_reaches_s) - 1),
+                reach=(int(np.searchsorted(self.reaches_s, least.tokens_from_s)), len(self.reaches_s) - 1),
             )
             for residency in problem.residencies
         ]
