@@ -137,8 +137,8 @@ def plans(
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)
     by_table = by_site(cluster, workload) or dear or constraints is not None
-    # Copies ahead, and placements by layer, are searched among equal domains where sites are alike.
-    or_domains = not by_table and cluster.sizes[0] >= FEW_SITES and not ahead and not popularity
+    # Alike sites: equal domains or a table, whichever is better. Copies ahead, and placements by layer, know equal domains there.
+    either = not by_table and cluster.sizes[0] >= FEW_SITES and not ahead and not popularity
     if most_chunks > 1:
         if ahead or (schedule is not None and schedule.prefetch):
             raise UserError("tokens in parts and copies ahead of their blocks: a schedule has one of them; leave the other out")
@@ -168,7 +168,7 @@ def plans(
 
         found = best_of_searches(measured, schedule or Schedule(), most_chunks)
         return [with_fewest(one, free) for one in found]
-    if by_table or or_domains:
+    if by_table or either:
         found = plan_sites(
             cluster,
             workload,
@@ -181,7 +181,7 @@ def plans(
             goal=goal,
             codecs=codecs,
             most_chunks=most_chunks,
-            fit_domains=or_domains and goal.budget_usd is None,
+            fit_domains=either and goal.budget_usd is None,
         )
         if ahead:
             found = tables_ahead(found, count)

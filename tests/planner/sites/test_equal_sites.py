@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridep.commands.inputs import cluster_and_workload
-from hybridep.errors import InfeasibleError
+from hybridep.errors import InfeasibleError, NoSolutionError
 from planner import check, plan
 from planner.plans import plan_domains
 from planner.sites.oracle import best_table
@@ -45,3 +45,16 @@ def test_where_no_equal_domains_fit_that_is_said(monkeypatch: pytest.MonkeyPatch
     cluster, workload = cluster_and_workload("lab-4dc", "tiny", ("gpu.memory=1 MB",))
     with pytest.raises(InfeasibleError, match="the configuration that needs least"):
         plan(cluster, workload)
+
+
+def test_where_the_solver_has_no_time_a_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal domains have a part of the limit only, which may be over before the solver has a plan."""
+
+    def late(*_: object, **__: object) -> None:
+        raise NoSolutionError("time is over")
+
+    monkeypatch.setattr("planner.sites.plans.plan_domains", late)
+    cluster, workload = cluster_and_workload("lab-4dc", "tiny", ())
+    made = plan(cluster, workload, time_limit_s=2)
+    assert made.layers[0].serving
+    check(made)
