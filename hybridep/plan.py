@@ -326,11 +326,14 @@ class Plan(PlanFile):
         """The layer groups with their placement; with measured popularity every layer by itself, since which experts are hot
         differs between layers."""
         experts, found = self.workload.model.num_experts, []
-        for group in self.layers:
+        for number, group in enumerate(self.layers):
             step = 1 if self.popularity else group.num_layers
             for first in range(group.first_layer, group.first_layer + group.num_layers, step):
                 popularity = self.popularity[first] if self.popularity else None
-                placement = group.placement(self.cluster, experts, popularity)
+                try:
+                    placement = group.placement(self.cluster, experts, popularity)
+                except PlacementError as error:
+                    raise PlacementError(f"layers.{number}.{error}") from None
                 found.append(PlacedLayers(first, step, group, placement, gating(self.workload, popularity, self.cluster)))
         return tuple(found)
 

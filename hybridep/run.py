@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import cos, pi
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -144,6 +145,18 @@ class Run(Strict):
     def checkpoint_folder(self) -> Path:
         """Folder of this run's checkpoints."""
         return self.checkpoints.folder or self.output / "checkpoints"
+
+    def settings(self, *, batch: int, sequence_length: int) -> dict[str, Any]:
+        """What decides, with the model, which weights each step ends with, in the words of files. ``batch``: sequences of all
+        sites in a step, however they are shared out."""
+        kept = self.model_dump(mode="json", include={"seed", "data", "optimizer"})
+        parts = {f"{part}.{key}": value for part in ("data", "optimizer") for key, value in kept[part].items()}
+        return {
+            "seed": self.seed,
+            "training.sequence_length": sequence_length,
+            "sequences of all sites in a step": batch,
+            **parts,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from planner.alone import alone
 from planner.check import CheckError, check
 from planner.choose import plan, plans
-from planner.constraints import Constraints, load_constraints
+from planner.constraints import Constraints, constraints_among, load_constraints
 from planner.cost import StepCost, step_cost
 from planner.difference import PlanDifference, compare_plans
 from planner.evaluate import expected_s
@@ -57,6 +57,7 @@ __all__ = [
     "compare_pipelines",
     "compare_planners",
     "compare_plans",
+    "constraints_among",
     "expected_over",
     "expected_s",
     "explain",

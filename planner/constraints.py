@@ -6,9 +6,11 @@ They speak of tokens and copies; the dense gradients' all-reduce joins all sites
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from glob import escape
 from itertools import combinations
 from pathlib import Path
 
@@ -132,11 +134,10 @@ def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> 
     home_site = home_blocks(cluster, num_experts) // cluster.ranks_per_site
     serve, hold = np.ones((size, size), dtype=np.bool_), np.ones((size, num_experts), dtype=np.bool_)
     for rule in rules:
-        chosen = rule_sites(cluster, rule, rule.sites)
+        chosen, others = rule_masks(cluster, rule)
         if rule.kind is Kind.KEEP_TOKENS:
             serve[np.ix_(chosen, ~chosen)] = False
         elif rule.kind is Kind.NO_LINK:
-            others = rule_sites(cluster, rule, rule.to) if rule.to else ~chosen
             if not others.any():
                 raise UserError(f"rule {rule.name}: no_link from all sites to all others keeps none apart; say where 'to'")
             joined = (chosen[:, None] & others[None, :]) | (others[:, None] & chosen[None, :])
@@ -191,6 +192,37 @@ def smallest_clash(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) 
             if not permissions(cluster, num_experts, chosen).possible:
                 return chosen
     raise ValueError("these rules do not clash")
+
+
+def constraints_among(cluster: Cluster, constraints: Constraints, names: Sequence[str]) -> Constraints:
+    """The rules of a cluster among those of its sites that have these names, where the others take no part. Raises UserError for
+    a site that no rule can mean."""
+    sites = [cluster.site_names.index(name) for name in names]
+    masks = [rule_masks(cluster, rule) for rule in constraints.rules]
+    return Constraints(rules=narrowed(constraints.rules, masks, sites, names))
+
+
+def narrowed(
+    rules: Sequence[Rule], masks: Sequence[tuple[BoolArray, BoolArray]], sites: Sequence[int], names: Sequence[str]
+) -> tuple[Rule, ...]:
+    """What rules, with the sites that each means (``rule_masks``), demand among these sites alone, which have these names."""
+    made = []
+    for rule, both in zip(rules, masks, strict=True):
+        chosen, others = (tuple(escape(name) for name, yes in zip(names, mask[list(sites)], strict=True) if yes) for mask in both)
+        if rule.kind is Kind.PIN and not chosen:
+            # Nobody here may compute what is pinned elsewhere.
+            made.append(rule.model_copy(update={"kind": Kind.FORBID, "sites": tuple(escape(name) for name in names)}))
+        elif chosen and rule.kind is Kind.NO_LINK:
+            made += [rule.model_copy(update={"sites": chosen, "to": others})] * bool(others)
+        elif chosen:
+            made.append(rule.model_copy(update={"sites": chosen}))
+    return tuple(made)
+
+
+def rule_masks(cluster: Cluster, rule: Rule) -> tuple[BoolArray, BoolArray]:
+    """[D] each: the rule's sites, and the other ones of ``no_link``."""
+    chosen = rule_sites(cluster, rule, rule.sites)
+    return chosen, rule_sites(cluster, rule, rule.to) if rule.to else ~chosen
 
 
 def rule_sites(cluster: Cluster, rule: Rule, patterns: tuple[str, ...]) -> BoolArray:

@@ -116,10 +116,11 @@ def save_checkpoint(
     transport: Transport,
     copies: int = 0,
     attempt: int = 0,
+    settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the state after ``step`` steps; all ranks call it. ``barrier`` and ``transport`` join all ranks of the run, and so
-    many other sites keep what one has written. ``attempt`` is when it was last started. Raises UserError when the folder cannot
-    be written."""
+    many other sites keep what one has written. ``attempt`` is when it was last started, ``settings`` are ``Run.settings``. Raises
+    UserError when the folder cannot be written."""
     clear_partial(folder)
     # The same number at all sites, and no other checkpoint's, also of this step. All ranks have cleared when they have it.
     number = int(barrier.agree(float(random.SystemRandom().getrandbits(52))))
@@ -146,7 +147,7 @@ def save_checkpoint(
     with together(folder, barrier, partial):
         if mesh.run_rank == here[0]:
             sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("*.pt"))}
-            manifest = _manifest(step, number, mesh.whole) | {"attempt": attempt, "bytes": sizes}
+            manifest = _manifest(step, number, mesh.whole) | {"attempt": attempt, "bytes": sizes, "settings": settings or {}}
             if state.expert_bias is not None:
                 # Every site has a manifest. Floats come back from its text as they were, to the bit.
                 manifest[EXPERT_BIAS] = state.expert_bias.tolist()

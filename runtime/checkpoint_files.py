@@ -151,6 +151,15 @@ def require_same_model(path: Path, saved: dict[str, Any], workload: Workload) ->
             )
 
 
+def changed_settings(path: Path, manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What there is to say of a checkpoint of a run with other settings (``Run.settings``); older versions wrote none."""
+    before = manifest.get("settings", {})
+    changed = [f"{key} {before[key]!r} (now {now[key]!r})" for key in now if key in before and before[key] != now[key]]
+    return [f"{path.name} was written with {', '.join(changed)}; the steps after it are made with what is given now"] * bool(
+        changed
+    )
+
+
 class SavedExperts:
     """Experts out of a checkpoint, at home anywhere."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridep.run import Run
 from runtime.barrier import Barrier
@@ -12,15 +12,17 @@ from runtime.transport import Transport
 from runtime.worker import Worker
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from concurrent.futures import Future
 
 
 class CheckpointSaver:
     """On one rank; all do the same in the same order. What it is given must not change, beside steps, while it writes."""
 
-    def __init__(self, run: Run, mesh: Mesh, barrier: Barrier, transport: Transport) -> None:
-        """``barrier`` and ``transport`` join all ranks of the run, and nothing else uses them meanwhile."""
-        self._folder, self._settings, self._mesh = run.checkpoint_folder, run.checkpoints, mesh
+    def __init__(self, run: Run, mesh: Mesh, barrier: Barrier, transport: Transport, settings: Mapping[str, Any]) -> None:
+        """``barrier`` and ``transport`` join all ranks of the run, and nothing else uses them meanwhile. ``settings`` are
+        ``Run.settings``."""
+        self._folder, self._checkpoints, self._mesh, self._settings = run.checkpoint_folder, run.checkpoints, mesh, settings
         self._barrier, self._transport = barrier, transport
         self._worker = Worker("checkpoint") if run.checkpoints.async_save else None
         self._under_way: Future[None] | None = None
@@ -48,12 +50,13 @@ class CheckpointSaver:
             mesh=self._mesh,
             barrier=self._barrier,
             transport=self._transport,
-            copies=self._settings.copies,
+            copies=self._checkpoints.copies,
             attempt=attempt,
+            settings=self._settings,
         )
-        if self._settings.keep is not None:
+        if self._checkpoints.keep is not None:
             # All ranks have this one by now.
-            keep_last(self._folder, self._settings.keep, step)
+            keep_last(self._folder, self._checkpoints.keep, step)
         self.complete = step
 
     @property

@@ -10,11 +10,11 @@ from hybridep.workload import Workload
 from runtime.data import training_batches, validation_batches
 
 
-def check_run(run: Run, workload: Workload) -> None:
-    """Raises UserError for a model that this runtime cannot train, or weights of another, and DataError for data that do not suit
-    it."""
+def check_run(run: Run, workload: Workload, *, resume: bool = False) -> None:
+    """Raises UserError for a model that this runtime cannot train, or weights of another (which a run that is to ``resume`` does
+    not read), and DataError for data that do not suit it."""
     check_trainable(workload)
-    if run.weights is not None:
+    if run.weights is not None and not resume:
         require_same_model(run.weights, workload.model)
     training_batches(run, workload)
     validation_batches(run, workload)

@@ -27,6 +27,7 @@ from runtime.barrier import PATIENCE_S, Barrier
 from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
 from runtime.checkpoint import load_checkpoint, load_chosen, load_expert_bias, rank_state
+from runtime.checkpoint_files import changed_settings
 from runtime.checkpoint_saver import CheckpointSaver
 from runtime.checkpoint_search import bring, last_checkpoint, shared_folder
 from runtime.codec_state import codec_state, restore_codecs
@@ -98,7 +99,10 @@ class RankTrainer:
         self._barrier = Barrier(rank=mesh.run_rank, world_size=size, groups=groups)
         self._files = Transport(timeout_s=PATIENCE_S, streams=mesh.plan.schedule.streams, groups=groups, urgency=urgency)
         saving = Barrier(rank=mesh.run_rank, world_size=size, groups=groups, name="checkpoint")
-        self._saver = CheckpointSaver(run, mesh, saving, self._files)
+        self._batch_sequences = batch_sequences(cluster, workload)
+        global_sequences = self._batch_sequences * self._training.micro_batches
+        self._settings = run.settings(batch=global_sequences, sequence_length=self._training.sequence_length)
+        self._saver = CheckpointSaver(run, mesh, saving, self._files, self._settings)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)
         weights = initial_weights(run, mesh.whole.workload)
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, weights)
@@ -116,8 +120,6 @@ class RankTrainer:
             most_tokens=max(sequences) * self._training.sequence_length,
             device=mesh.device,
         )
-        self._batch_sequences = batch_sequences(cluster, workload)
-        global_sequences = self._batch_sequences * self._training.micro_batches
         self._global_tokens = global_sequences * self._training.sequence_length
         self._balance_weight = self._model_config.balance_loss_weight / global_sequences
         parameters = {SHARD: self.shard.parameter, **self.model.home_parameters()}
@@ -327,7 +329,8 @@ class RankTrainer:
                 self._attempt = self._started(0)
                 return 0
             brought = bring(found, folder, mesh=mesh, shard=self.shard, barrier=barrier, transport=self._files)
-        path, self._remarks, self._attempt = found.path, found.remarks + brought, self._started(found.manifest["attempt"])
+        path, self._attempt = found.path, self._started(found.manifest["attempt"])
+        self._remarks = found.remarks + brought + changed_settings(path, found.manifest, self._settings)
         step = load_checkpoint(path, mesh=mesh, shard=self.shard, optimizer=self.optimizer)
         self.shard.gather()
         self.expert_bias.restore(load_expert_bias(path, mesh.whole.workload.model))

@@ -101,9 +101,9 @@ def load_workload(text: str, overrides: Iterable[str] = ()) -> Workload:
     return build_with(Workload, workload_data(path), str(path), overrides)
 
 
-def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
+def load_run(text: str, overrides: Sequence[str] = (), *, resume: bool = False) -> Run:
     """A run with ``--set`` applied: its own keys changed, those of cluster and workload added to ``overrides``. Paths
-    become absolute, because workers start in other folders."""
+    become absolute, because workers start in other folders. One that is to ``resume`` reads no ``weights``."""
     sorted_out = sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD, Kind.RUN))
     run = load(Run, find(Kind.RUN, text), sorted_out[Kind.RUN])
     more = [f"{kind.prefix}.{entry}" for kind in (Kind.CLUSTER, Kind.WORKLOAD) for entry in sorted_out[kind]]
@@ -111,7 +111,7 @@ def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
     if validation is not None:
         validation = validation.model_copy(update={"data": _with_path("validation.data", validation.data)})
     weights = run.weights and _absolute("weights", run.weights)
-    if weights is not None:
+    if weights is not None and not resume:
         _check_readable("weights", weights)
     folder = run.checkpoints.folder
     checkpoints = run.checkpoints.model_copy(update={"folder": folder and _absolute("checkpoints.folder", folder)})

@@ -196,15 +196,16 @@ def command(
     if figure is not None:
         require_figure(figure)
     site, work = cluster_and_workload(cluster, model, overrides)
+    rules = planner.load_constraints(constraints) if constraints else None
     if without:
-        site, work = without_sites(site, work, without)
+        all_sites, (site, work) = site, without_sites(site, work, without)
+        rules = planner.constraints_among(all_sites, rules, site.site_names) if rules else None
     plan_options.require_sites(given, site.name, site.sizes[0])
     if fabric is not None:
         site = on_fabric(site, fabric)
     record = load_routing(routing) if routing is not None else None
     if record is not None:
         record.require_model(work, Path(str(routing)))
-    rules = planner.load_constraints(constraints) if constraints else None
     levels = [level.name for level in site.levels]
     rates = _scenarios(site, scenarios, without, within, fabric)
     schedule, goal = _schedule(streams, levels), _goal(objective, budget)

@@ -70,7 +70,8 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
             if plan is None:
                 raise
         # Until a step is made, other sites may have the checkpoints of an earlier run where this one is to begin.
-        job = replace(whole, resume=True, or_begin=True, plan=plan) if made.losses or whole.resume else replace(whole, plan=plan)
+        resume = whole.resume or bool(made.losses)
+        job = replace(whole, resume=resume, or_begin=resume and not whole.resume, plan=plan)
 
 
 def _at_hand(ray_address: str, job: Job) -> set[str]:

@@ -55,14 +55,14 @@ def command(
     from hybridep.launch.worker import Job
     from runtime.trainable import check_copies, check_run
 
-    config = load_run(run, overrides)
+    config = load_run(run, overrides, resume=resume)
     if export is not None:
         given = {"--resume": resume, "--local": local, "--max-restarts": restarts}
         if any(given.values()):
             raise UserError(f"--export: trains nothing; leave out {next(name for name, value in given.items() if value)}")
         return _export(config, export, as_json)
     require_writable("output", config.output)
-    check_run(config, cluster_and_workload(config.cluster, config.workload, config.overrides)[1])
+    check_run(config, cluster_and_workload(config.cluster, config.workload, config.overrides)[1], resume=resume)
     plan = resolve_plan(config)
     check_copies(config, plan.cluster)
     for line in codec_lines(plan):

@@ -7,7 +7,6 @@ carries no activations either.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from glob import escape
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.plan import LayerGroup
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster, by_themselves
-from planner.constraints import Constraints, Kind, Permissions, Rule, permissions, require_possible, rule_sites
+from planner.constraints import Constraints, Kind, Permissions, narrowed, permissions, require_possible, rule_masks
 from planner.sites.grouping import Groups
 
 _MOST_TRIES = 2000
@@ -31,7 +30,7 @@ class StageRules:
         """Raises InfeasibleError for rules that no stages can keep, and what ``planner.constraints`` raises."""
         self.cluster, self.num_experts = cluster, num_experts
         self._rules = constraints.rules if constraints is not None else ()
-        self._sites = [(rule_sites(cluster, rule, rule.sites), _others(cluster, rule)) for rule in self._rules]
+        self._sites = [rule_masks(cluster, rule) for rule in self._rules]
         size = cluster.sizes[0]
         self.apart: BoolArray = np.zeros((size, size), dtype=np.bool_)
         """[D, D]: no activations may pass between them."""
@@ -139,24 +138,11 @@ class StageRules:
 
     def _restricted(self, sites: tuple[int, ...]) -> tuple[Constraints | None, Permissions | None]:
         names = [self.cluster.site_name(site) for site in sites]
-        made = []
-        for rule, masks in zip(self._rules, self._sites, strict=True):
-            chosen, others = (
-                tuple(escape(name) for name, yes in zip(names, mask[list(sites)], strict=True) if yes) for mask in masks
-            )
-            if rule.kind is Kind.PIN and not chosen:
-                # Nobody here may compute what is pinned elsewhere.
-                made.append(rule.model_copy(update={"kind": Kind.FORBID, "sites": tuple(escape(name) for name in names)}))
-            elif chosen and rule.kind is Kind.NO_LINK and others:
-                made.append(rule.model_copy(update={"sites": chosen, "to": others}))
-            elif chosen and rule.kind in (Kind.PIN, Kind.FORBID):
-                made.append(rule.model_copy(update={"sites": chosen}))
-        if not made:
+        rules = narrowed(self._rules, self._sites, sites, names)
+        if not rules:
             return None, None
-        allowed = permissions(by_themselves(self.cluster, names), self.num_experts, tuple(made))
-        if allowed.serve.all() and allowed.hold.all():
-            return None, None
-        return Constraints(rules=tuple(made)), allowed
+        allowed = permissions(by_themselves(self.cluster, names), self.num_experts, rules)
+        return (None, None) if allowed.forbid_nothing else (Constraints(rules=rules), allowed)
 
 
 def permitted_group(group: LayerGroup, cluster: Cluster, num_experts: int, allowed: Permissions) -> LayerGroup:
@@ -168,11 +154,6 @@ def permitted_group(group: LayerGroup, cluster: Cluster, num_experts: int, allow
     outer = cluster.levels[0].name
     domains, migration = ({name: one for name, one in of.items() if name != outer} for of in (group.domains, group.migration))
     return group.model_copy(update={"domains": domains, "migration": migration, "serving": serving_groups(cluster, table)})
-
-
-def _others(cluster: Cluster, rule: Rule) -> BoolArray:
-    """[D]: the other sites of ``no_link``."""
-    return rule_sites(cluster, rule, rule.to) if rule.to else ~rule_sites(cluster, rule, rule.sites)
 
 
 def _changes(groups: Groups, place: int) -> Iterable[tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -179,5 +179,8 @@ def test_from_public_weights_and_back(inputs: Inputs, call: Call, tmp_path: Path
     assert sorted(path.name for path in written.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
     again = call("train", inputs.run, "--export", str(written), *settings)
     assert again.code == 2 and "exists; name a new folder" in again.err
+    gone = f"weights={tmp_path / 'gone'}"
+    on = shell("train", inputs.run, "--local", "--json", *settings, "--set", "steps=2", "--set", gone, "--resume")
+    assert on.code == 0 and on.json["first_step"] == 2, on.err
     both = call("train", inputs.run, "--export", str(written), "--resume", *settings)
     assert both.code == 2 and "leave out --resume" in both.err

@@ -239,6 +239,13 @@ def test_a_loss_before_the_first_step_begins_anew(tmp_path: Path, monkeypatch: p
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["lost"] == summary["lost"] != []
 
 
+def test_a_resumed_run_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss may have taken its only checkpoint along."""
+    stage = Stage(monkeypatch, [lose("dc0", range(5, 5)), lose("dc0", range(5, 6)), finish(range(5, 11))], [DCS])
+    train_on(replace(job_of(tmp_path), resume=True), local=False, restarts=2, on_step=lambda record: None)
+    assert [(one.resume, one.or_begin) for one in stage.jobs] == [(True, False)] * 3
+
+
 def test_a_step_counts_as_it_was_made_last() -> None:
     made = Made()
     for step, loss in ((3, 5.0), (4, 4.0), (5, 3.0), (4, 4.5), (5, 3.5)):

@@ -71,7 +71,7 @@ def test_one_wrong_value_is_named(good: Plan, path: str, value: Any, words: str)
 def test_a_domain_that_does_not_divide_is_named_even_in_a_copy(good: Plan) -> None:
     """``model_copy`` validates nothing."""
     group = good.layers[0].model_copy(update={"domains": {"l0": 3, "l1": 1}})
-    with pytest.raises(ConfigError, match=r"domains\.l0: size 3 must divide the level's size 4; use 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.domains\.l0: size 3 must divide the level's size 4; use 1, 2, 4"):
         check(good.model_copy(update={"layers": (group,)}))
 
 

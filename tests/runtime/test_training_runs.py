@@ -88,13 +88,31 @@ def test_resume_equals_an_unbroken_run(ranks: RankPool, unbroken: tuple[Path, li
 def test_another_plan_reads_the_checkpoint(
     ranks: RankPool, unbroken: tuple[Path, list[float]], tmp_path: Path, other: Case
 ) -> None:
-    found = losses_of(train_on(ranks, continued(unbroken[0], tmp_path, 4), other, resume=True))
+    reports = train_on(ranks, continued(unbroken[0], tmp_path, 4), other, resume=True)
+    found, said = losses_of(reports), [report.remarks for report in reports[0]]
     if other.num_ranks * other.micro_batches == 4:
         np.testing.assert_allclose(found, unbroken[1][4:], rtol=1e-12)
+        assert said == [[], []]
     else:
-        # Fewer ranks without more micro-batches see a smaller batch: the run goes on, with other losses.
+        # Fewer ranks without more micro-batches see a smaller batch: the run goes on, with other losses, and says so.
         assert len(found) == 2
+        [[remark], later] = said
+        assert later == [] and remark.startswith("step-00000004 was written with sequences of all sites in a step 8 (now 6); ")
         np.testing.assert_allclose(found, unbroken[1][4:], rtol=0.2)
+
+
+def test_other_settings_are_named(ranks: RankPool, unbroken: tuple[Path, list[float]], tmp_path: Path) -> None:
+    """What a run goes on with is what it is given: on purpose or by mistake."""
+    run = continued(unbroken[0], tmp_path, 4)
+    warmer = Optimizer(learning_rate=run.optimizer.learning_rate, warmup_steps=9)
+    other = run.model_copy(update={"seed": run.seed + 1, "optimizer": warmer, "weights": tmp_path / "gone"})
+    reports = train_on(ranks, other, CASE, resume=True)
+    [remark] = reports[0][0].remarks
+    assert remark == (
+        f"step-00000004 was written with seed {run.seed} (now {run.seed + 1}), optimizer.warmup_steps 3 (now 9); the steps after "
+        "it are made with what is given now"
+    )
+    assert losses_of(reports)[0] != pytest.approx(unbroken[1][4], rel=1e-6)
 
 
 APART = Case(sizes=(2, 1), domains=(2, 1), micro_batches=2)

@@ -9,6 +9,7 @@ from site_cases import random_table, run, small_workload, uneven_cluster
 import planner
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.errors import ConfigError, InfeasibleError, PlacementError, UserError
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.constraints import Constraints, Rule, permissions, smallest_clash
@@ -53,6 +54,39 @@ def test_plans_keep_every_rule(given: tuple[Cluster, Workload]) -> None:
     planner.check(free)
     with pytest.raises(planner.CheckError, match=r"layers: some expert is computed or held where a rule forbids it"):
         planner.check(free, KEPT)
+
+
+@pytest.mark.parametrize(
+    ("gone", "expected"),
+    [
+        (
+            (0,),
+            {
+                "r0": {"sites": ["s1"]},
+                "r1": {"sites": ["s3"]},
+                "r2": {"sites": ["s3", "s4"]},
+                "r3": {"sites": ["s2"], "to": ["s4"]},
+            },
+        ),
+        ((0, 1, 4), {"r1": {"sites": ["s3"]}, "r2": {"sites": ["s3"]}}),
+        ((0, 3, 4), {"r0": {"sites": ["s1"]}, "r2": {"sites": ["s1", "s2"], "kind": "forbid"}}),
+    ],
+)
+def test_rules_among_the_sites_that_take_part(
+    given: tuple[Cluster, Workload], gone: tuple[int, ...], expected: dict[str, dict[str, object]]
+) -> None:
+    """They permit among these what they permitted; what is pinned where none is left is forbidden to all."""
+    cluster, workload = given
+    left = [site for site in range(5) if site not in gone]
+    one, _ = on_sites(cluster, workload, [cluster.site_names[site] for site in left])
+    found = planner.constraints_among(cluster, KEPT, one.site_names)
+    assert [rule.name for rule in found.rules] == list(expected)
+    for rule in found.rules:
+        said = rule.model_dump(mode="json", exclude_defaults=True)
+        before = next(one for one in KEPT.rules if one.name == rule.name).model_dump(mode="json", exclude_defaults=True)
+        assert said == before | expected[rule.name]
+    serve = [permissions(*where, 8, rules).serve for where, rules in (((cluster,), KEPT.rules), ((one,), found.rules))]
+    np.testing.assert_array_equal(serve[1], serve[0][np.ix_(left, left)])
 
 
 @pytest.mark.parametrize("seed", range(4))
