@@ -23,10 +23,17 @@ def dense_layers_bytes(workload: Workload, recompute: Recompute) -> float:
 
 def dense_layer_again_bytes(workload: Workload, recompute: Recompute) -> float:
     """Of such a layer while it runs backward, where it computes again."""
-    if not workload.model.num_dense_layers:
+    model = workload.model
+    if not model.num_dense_layers or Recompute.ATTENTION not in recompute:
         return 0.0
-    kept = dense_layers_bytes(workload, Recompute.NOTHING) - dense_layers_bytes(workload, recompute)
-    return kept / workload.model.num_dense_layers
+    elements = _with_gradients(_attention_block_elements(model), inner_width(workload, model.dense_ffn_size))
+    return float(workload.training.tokens * elements * workload.training.dtype.num_bytes)
+
+
+def _with_gradients(attention: float, inner: float) -> float:
+    """The most that is held of what attention and a feed-forward keep while it runs backward: first with the feed-forward's
+    gradients, of which there are as much, then with half as much of attention's."""
+    return max(attention + 2 * inner, 1.5 * attention)
 
 
 def _attention_block_elements(model: Model) -> int:
@@ -36,11 +43,11 @@ def _attention_block_elements(model: Model) -> int:
 
 
 def attention_elements(model: Model) -> int:
-    """Kept of a token by one attention, without its input: query, key, value (for all query heads) and what it finds, before and
-    after its heads are joined."""
+    """Kept of a token by one attention, without its input: query, key, value and what it finds, before and after its heads are
+    joined."""
     sizes = model.latent_attention
     if sizes is None:
-        return 5 * model.attention_width + model.qk_norm * (model.attention_width + model.kv_width)
+        return 3 * model.attention_width + 2 * model.kv_width + model.qk_norm * (model.attention_width + model.kv_width)
     # Heads are as wide for values as for keys (``runtime.attention``). And before and after each norm.
     heads = 4 * max(model.attention_width, model.value_width) + model.value_width
     return heads + 2 * sizes.norm_params + sizes.rope_head_dim
@@ -52,7 +59,7 @@ class Held(NamedTuple):
     kept: FloatArray
     """Until backward."""
     again: FloatArray
-    """Made again in backward, and held while it runs; nothing where all is kept."""
+    """Made again in backward, and held while it runs; nothing where all is kept. Before routed experts with gradients."""
 
 
 def pre_expert_bytes(workload: Workload, share: FloatArray, recompute: Recompute) -> Held:
@@ -60,30 +67,42 @@ def pre_expert_bytes(workload: Workload, share: FloatArray, recompute: Recompute
     mean."""
     model, width = workload.model, workload.training.dtype.num_bytes
     wide = max(width, 4)
-    # The gate keeps its input, the scores and what it chose.
+    # The gate keeps its input, which is a shared expert's, too, the scores and what it chose.
     chosen = model.top_k * (8 + 2 * wide)
-    gate = (model.hidden_size + model.num_experts) * wide + chosen
-    shared_input = model.hidden_size * width if model.shared_ffn_size and width < wide else 0
-    attention = _attention_block_elements(model) * width + gate + shared_input
+    gate = model.hidden_size * width + model.num_experts * wide + chosen
+    attention = _attention_block_elements(model) * width + gate
     # Its inner widths and, where it has a gate, its output and what the gate says.
     shared = (inner_width(workload, model.shared_ffn_size) + model.shared_expert_gate * (model.hidden_size + 1)) * width
-    kept = attention + shared
+    kept, again = attention + shared, 0.0
     if Recompute.ATTENTION in recompute:
         kept = model.hidden_size * width + chosen
+        again = _with_gradients(attention - kept, shared)
     elif Recompute.EXPERTS in recompute:
-        kept = attention
+        kept, again = attention, _with_gradients(0, shared)
     tokens = share * float(workload.training.tokens)
-    return Held(tokens * kept, tokens * (attention + shared - kept))
+    return Held(tokens * kept, tokens * again)
 
 
 def routed_bytes(workload: Workload, served: FloatArray, arrived: FloatArray, recompute: Recompute) -> Held:
-    """Of ``arrived`` rows with their weights and ids, and the sums that go back; of each of ``served`` rows the experts' input,
-    inner widths and output, and two indices. Where experts ``recompute``, what arrived is kept and nothing else."""
+    """Of each of ``served`` rows the experts' input, what enters their activation, a weight and two indices, and ids and weights
+    of ``arrived`` rows. Where experts ``recompute`` the rows that arrived are kept in place of all that is of served ones; then
+    backward has their sums, too."""
     model, width = workload.model, workload.training.dtype.num_bytes
-    row = model.hidden_size * width
-    per_served = 2 * row + inner_width(workload, model.expert_ffn_size) * width + 16
-    came, made = arrived * (row + model.top_k * (width + 4)), arrived * row + served * per_served
-    return Held(came, made) if Recompute.EXPERTS in recompute else Held(came + made, np.zeros_like(made))
+    row, chosen = model.hidden_size * width, model.top_k * (width + 4)
+    made = served * float(row + (inner_width(workload, model.expert_ffn_size) + 1) * width + 16)
+    if Recompute.EXPERTS in recompute:
+        return Held(arrived * float(row + chosen), arrived * float(row) + made)
+    return Held(arrived * float(chosen) + made, np.zeros_like(made))
+
+
+def routed_backward_bytes(workload: Workload) -> float:
+    """Of one served row while its experts run backward, beside what is kept: its gradient and, made again, what comes out of the
+    activation, with the gradient of that and the product of both; then gradients of what enters it and, from each matrix, of the
+    row. Of all experts at once, as grouped products have it; a CPU's loop over experts takes less."""
+    model = workload.model
+    entering = inner_width(workload, model.expert_ffn_size)
+    elements = max(model.hidden_size + 3 * model.expert_ffn_size, 3 * model.hidden_size + entering)
+    return float(elements * workload.training.dtype.num_bytes)
 
 
 def head_bytes(workload: Workload, share: FloatArray) -> FloatArray:
@@ -106,6 +125,5 @@ def _widened_bytes(training: Training) -> int:
 
 
 def inner_width(workload: Workload, ffn_size: int) -> int:
-    """Elements per token kept between a feed-forward's matrices: what enters the activation and what comes out; SwiGLU also keeps
-    the other factor and the product."""
-    return (2 if workload.model.ffn is Ffn.GELU else 4) * ffn_size
+    """Elements per token kept between a feed-forward's matrices: what enters the activation (``runtime.activation``)."""
+    return (1 if workload.model.ffn is Ffn.GELU else 2) * ffn_size

@@ -27,8 +27,8 @@ from planner.activations import (
     dense_layer_again_bytes,
     dense_layers_bytes,
     head_bytes,
-    inner_width,
     pre_expert_bytes,
+    routed_backward_bytes,
     routed_bytes,
 )
 from planner.compute import compute_of_ranks
@@ -174,16 +174,14 @@ def passing_bytes(
     model, width = workload.model, workload.training.dtype.num_bytes
     held, (routed_again, pre_expert_again) = copies + at_home, again
     gradients, row = float(workload.expert_bytes) * held, served * float(model.hidden_size * width)
-    # First one expert after the other, with the gradients of all rows and of one expert's inner widths; then the experts'
-    # gradients become one piece.
-    inner = served / np.maximum(held, 1) * float(inner_width(workload, model.expert_ffn_size) * width)
-    backward = routed_again / chunks + gradients + np.maximum((3 * row + inner) / chunks, gradients + row / chunks)
+    # First of all rows; then the experts' gradients become one piece.
+    of_rows = served * routed_backward_bytes(workload)
+    backward = routed_again / chunks + gradients + np.maximum(of_rows / chunks, gradients + row / chunks)
     if chunks > 1:
         # To which those of further parts are added; and what earlier ones have computed is on its way.
         backward = backward + gradients + row * (1 - 1 / chunks)
     own_copies = copies * float(workload.expert_bytes if residency is Residency.MICROBATCH else 0)
-    # Later a shared expert's inner widths are there with gradients of half of them.
-    computed = np.maximum(ahead.dispatch + backward, 1.5 * pre_expert_again)
+    computed = np.maximum(ahead.dispatch + backward, pre_expert_again)
     # Meanwhile the layer below awaits its gradients; it is taken to be like this one. At the head, where there are no copies of
     # one micro-batch, the topmost layer does.
     largest = np.maximum.reduce([largest_exchange, computed, head_bytes(workload, share) - own_copies])
@@ -217,8 +215,7 @@ def fixed_passing_bytes(
     taken to. ``gone_bytes``: activations of all layers with experts, where they are known."""
     kept = workload.model.num_moe_layers * pre_expert_bytes(workload, share, recompute).kept
     reduction = largest_reduction - share * dense_layers_bytes(workload, recompute) - kept
-    # As of a shared expert (`passing_bytes`).
-    again = 1.5 * share * dense_layer_again_bytes(workload, recompute) - np.maximum(gone_bytes, kept)
+    again = share * dense_layer_again_bytes(workload, recompute) - np.maximum(gone_bytes, kept)
     return np.asarray(np.maximum.reduce([head_bytes(workload, share), again, reduction]))
 
 
@@ -279,8 +276,8 @@ def layer_memory(
     passing = passing_bytes(workload, share, largest, ahead, served, copies, at_home, residency, again, chunks)
     both = copies * float(2 * workload.expert_bytes)
     if prefetch and residency is Residency.STEP:
-        # Gradients of the last micro-batch wait where the layer's activations have been.
-        kept_copies = np.maximum(kept_copies, both - routed.kept)
+        # Gradients of the last micro-batch wait where all of the layer's activations have been.
+        kept_copies = np.maximum(kept_copies, both - routed.kept - before.kept)
     elif prefetch:
         passing[COPIES] = passing.get(COPIES, 0.0) + both * min(prefetch, workload.model.num_moe_layers - 1)
     lasting: dict[str, FloatArray] = {

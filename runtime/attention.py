@@ -48,10 +48,12 @@ class Attention(nn.Module):
         query = self.rotary(normed(self.query(x_BSH), self.num_heads, self.query_norm))
         key = self.rotary(normed(self.key(x_BSH), self.num_kv_heads, self.key_norm))
         value = heads(self.value(x_BSH), self.num_kv_heads)
-        if self.num_kv_heads != self.num_heads:
-            repeats = self.num_heads // self.num_kv_heads
+        shared = self.num_kv_heads != self.num_heads
+        if shared and query.is_cuda and query.dtype.itemsize > 2:
+            # torch's fused attention takes keys that heads share in 16 bits only, and would else keep all scores.
+            repeats, shared = self.num_heads // self.num_kv_heads, False
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
         projected: Tensor = self.output(y.transpose(1, 2).flatten(2))
         return projected
 

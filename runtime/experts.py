@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridep.workload import Ffn
+from runtime.activation import activated_product
 
 
 def split_row(row_P: Tensor, *, ffn: Ffn, hidden_size: int) -> tuple[Tensor, ...]:
@@ -23,20 +24,21 @@ def split_row(row_P: Tensor, *, ffn: Ffn, hidden_size: int) -> tuple[Tensor, ...
     return (*(part.view(width, hidden_size) for part in parts[:-1]), parts[-1].view(hidden_size, width))
 
 
-def feed_forward(x_NH: Tensor, row_P: Tensor, *, ffn: Ffn) -> Tensor:
-    """One feed-forward network on [N, H] rows."""
-    matrices = split_row(row_P, ffn=ffn, hidden_size=x_NH.shape[-1])
-    if ffn is Ffn.GELU:
-        w_in, w_out = matrices
-        return F.linear(F.gelu(F.linear(x_NH, w_in)), w_out)
-    w_gate, w_up, w_down = matrices
-    return F.linear(F.silu(F.linear(x_NH, w_gate)) * F.linear(x_NH, w_up), w_down)
+def feed_forward(x_NH: Tensor, row_P: Tensor, *, ffn: Ffn, weights_N: Tensor | None = None) -> Tensor:
+    """One feed-forward network on [N, H] rows, times ``weights_N`` where given."""
+    *into, out = split_row(row_P, ffn=ffn, hidden_size=x_NH.shape[-1])
+    return activated_product(*(F.linear(x_NH, matrix) for matrix in into), out=out, weights_R=weights_N)
 
 
-def grouped_feed_forward(x_NH: Tensor, counts: Sequence[int], rows: Sequence[Tensor], *, ffn: Ffn) -> Tensor:
-    """Experts on rows sorted by expert: the first ``counts[0]`` rows pass ``rows[0]``, and so on."""
+def grouped_feed_forward(
+    x_NH: Tensor, counts: Sequence[int], rows: Sequence[Tensor], *, ffn: Ffn, weights_N: Tensor | None = None
+) -> Tensor:
+    """Experts on rows sorted by expert: the first ``counts[0]`` rows pass ``rows[0]``, and so on; times ``weights_N`` where
+    given."""
     if not rows:
-        return x_NH.new_zeros(0, x_NH.shape[-1])
+        return x_NH[:0]
     parts = torch.split(x_NH, list(counts))
+    weights = [None] * len(rows) if weights_N is None else torch.split(weights_N, list(counts))
     # No early exit for an expert without tokens: a product with zero rows keeps its gradient in the graph, as zeros.
-    return torch.cat([feed_forward(part, row, ffn=ffn) for part, row in zip(parts, rows, strict=True)])
+    every = zip(parts, rows, weights, strict=True)
+    return torch.cat([feed_forward(part, row, ffn=ffn, weights_N=some) for part, row, some in every])

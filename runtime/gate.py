@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hybridep.workload import DropPolicy, ScoreFunction
 
@@ -74,7 +75,7 @@ class Gate(nn.Module):
         """Scores in at least fp32: bf16 rounding would make ties, and ties would make routing arbitrary. ``chosen_TK`` and
         ``ids_TK``: of an earlier decision for the same tokens, which stays."""
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
-        logits_BSE = F.linear(x_BSH.to(wide), self.weight.to(wide))
+        logits_BSE: Tensor = _WideProduct.apply(x_BSH, self.weight, wide)  # type: ignore[no-untyped-call]
         if self.score_function is ScoreFunction.SOFTMAX:
             scores_BSE = shares_BSE = F.softmax(logits_BSE, dim=-1)
         else:
@@ -120,6 +121,24 @@ class Gate(nn.Module):
             scores_BSE = grouped_BSGN.masked_fill(out_BSG[..., None], -torch.inf).flatten(-2)
         ids_BSK = scores_BSE.topk(self.top_k, dim=-1).indices
         return ids_BSK
+
+
+class _WideProduct(torch.autograd.Function):
+    """Rows [..., H] times weights [E, H], in a wider type, of which backward makes them again: they are kept as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights_EH: Tensor, wide: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weights_EH)
+        return F.linear(x.to(wide), weights_EH.to(wide))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights_EH = ctx.saved_tensors
+        flat_NE, wide = gradient.flatten(0, -2), gradient.dtype
+        of_weights = flat_NE.t() @ x.flatten(0, -2).to(wide)
+        of_x = flat_NE @ weights_EH.to(wide)
+        return of_x.to(x.dtype).view_as(x), of_weights.to(weights_EH.dtype), None
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from runtime.dispatch import Counts, Dispatcher, Hop
 from runtime.expert_exchange import ExpertExchange
 from runtime.kernels.local import weighted_experts
 from runtime.moe import RoutedExperts
-from runtime.seeds import seeded
+from runtime.seeds import entering, seeded
 from runtime.spans import BACKWARD, EXPERT, PRE_EXPERT, SpanRecorder
 
 
@@ -28,14 +28,20 @@ class Over(NamedTuple):
     like_NK: Tensor
 
 
+def over(hops: list[Hop], x_NH: Tensor, weights_NK: Tensor) -> Over:
+    """Without a view of what came, which would keep it."""
+    return Over(hops, x_NH.new_empty(0, x_NH.shape[1]), weights_NK.new_empty(0, weights_NK.shape[1]))
+
+
 class Computed(NamedTuple):
     """What the experts' backward needs."""
 
     inputs: list[Tensor]
-    """Rows, weights, experts at home and copies."""
+    """Leaves of rows, weights, experts at home and copies; of the first two without memory, unless experts compute again."""
     ids_NK: Tensor
-    output_NH: Tensor | None
-    """With its graph; None where experts compute again."""
+    output: Tensor | None
+    """A scalar whose backward begins with ``seeds``; None where experts compute again."""
+    seeds: list[Tensor]
 
 
 class DistributedExperts(RoutedExperts):
@@ -100,7 +106,7 @@ class DistributedExperts(RoutedExperts):
             x_TH.register_hook(self._dispatch_returned)  # type: ignore[no-untyped-call]
         counts, self._counts = self._counts, None
         x_NH, weights_NK, ids_NK, hops = self.dispatcher.dispatch(x_TH, weights_TK, ids_TK, counts)
-        self.arrived([Over(hops, x_NH.detach()[:0], weights_NK.detach()[:0])] if x_NH.requires_grad else [])
+        self.arrived([over(hops, x_NH, weights_NK)] if x_NH.requires_grad else [])
         y_NH = _Experts.apply(x_NH, weights_NK, self.learning_home, ids_NK, self)  # type: ignore[no-untyped-call]
         combined = self.dispatcher.combine(y_NH, hops)
         if combined.requires_grad:
@@ -152,18 +158,26 @@ class DistributedExperts(RoutedExperts):
         graph of its own, so that forward can free the copies' memory and backward can fetch them again."""
         # The copies' storage is emptied and refilled between forward and backward; ``data`` has a version of its own, so autograd
         # does not take the refill for a change of saved values.
-        inputs = [tensor.detach().requires_grad_() for tensor in (x_NH, weights_NK, home_nP, copies_mP.data)]
-        with torch.set_grad_enabled(not self._again):
-            y_NH = self.weighted(ids_NK, *inputs)
-        return y_NH.detach(), Computed(inputs, ids_NK, None if self._again else y_NH)
+        stores = [tensor.detach().requires_grad_() for tensor in (home_nP, copies_mP.data)]
+        if self._again:
+            inputs = [tensor.detach().requires_grad_() for tensor in (x_NH, weights_NK)] + stores
+            with torch.no_grad():
+                return self.weighted(ids_NK, *inputs), Computed(inputs, ids_NK, None, [])
+        # Rows that came and sums that go back are gone by backward, which needs neither.
+        (x_leaf, x_NH), (weights_leaf, weights_NK) = entering(x_NH), entering(weights_NK)
+        seeds = list[Tensor]()
+        with torch.enable_grad():
+            y_NH = self.weighted(ids_NK, x_NH, weights_NK, *stores)
+        return y_NH.detach(), Computed([x_leaf, weights_leaf, *stores], ids_NK, seeded([y_NH], seeds), seeds)
 
     def gradients(self, computed: Computed, gradient_NH: Tensor) -> tuple[Tensor, ...]:
         """Of rows, weights, experts at home and copies."""
-        inputs, ids_NK, y_NH = computed
-        if y_NH is None:
+        inputs, ids_NK, output, seeds = computed
+        seeds.append(gradient_NH)
+        if output is None:
             with torch.enable_grad():
-                y_NH = self.weighted(ids_NK, *inputs)
-        return torch.autograd.grad(seeded([y_NH], [gradient_NH]), inputs, allow_unused=True, materialize_grads=True)
+                output = seeded([self.weighted(ids_NK, *inputs)], seeds)
+        return torch.autograd.grad(output, inputs, allow_unused=True, materialize_grads=True)
 
     def left_to_autograd(self, gradient_nP: Tensor) -> Tensor | None:
         """Of the experts at home, unless the sum over micro-batches is wider: then it is added here, one expert after the other,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
-from planner.activations import routed_bytes
+from planner.activations import routed_backward_bytes, routed_bytes
 from planner.memory import lasting_copy_bytes
 from planner.sites.cost import rank_memory_bytes
 from planner.sites.exchange import layer_exchanges
@@ -31,11 +31,11 @@ def room_of(problem: SiteProblem, table: IntArray, configuration: Configuration)
     layer = layer_exchanges(problem, table, configuration.inside)
     needs = rank_memory_bytes(problem, layer, configuration.residency)
     work, one = problem.workload, np.ones(1)
-    # Of the experts' backward: gradients of what they hold, and of three times their rows.
+    # Of the experts' backward: gradients of what they hold, and of their rows.
     held = problem.num_layers * lasting_copy_bytes(work, one, configuration.residency) + work.expert_bytes
     arrived = one * float(layer.arrived.sum() / layer.served.sum())
     kept, again = routed_bytes(work, one, arrived, problem.recompute)
-    rows = problem.num_layers * kept + again + 3 * work.combine_row_bytes
+    rows = problem.num_layers * kept + again + routed_backward_bytes(work)
     copies = float(layer.copies[0].into.sum())
     return Room(
         left_bytes=(problem.compute.memory_bytes - needs).min(axis=1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,3 +28,11 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     bounds = offsets.tolist()
     parts = [x[begin:end] @ weight for begin, end, weight in zip(bounds[:-1], bounds[1:], weights.unbind(0), strict=True)]
     return torch.cat([*parts, x.new_zeros(len(x) - bounds[-1], weights.shape[2])])
+
+
+def grouped_products(y: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """[E, M, H]: of each group the transpose of its rows of ``y`` [R, M] times those of ``x`` [R, H]; as ``grouped_mm``."""
+    if len(x) and takes_grouped_mm(x, y.shape[1]):
+        return F.grouped_mm(y.t(), x, offs=offsets[1:])
+    bounds = offsets.tolist()
+    return torch.stack([y[begin:end].t() @ x[begin:end] for begin, end in pairwise(bounds)])

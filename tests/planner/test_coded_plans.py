@@ -36,7 +36,7 @@ def test_a_coded_plan_is_searched_with_its_bytes(name: str) -> None:
 
 def test_change_coding_needs_copies_that_stay() -> None:
     # Memory at which exact copies of some layers would be gathered anew per micro-batch.
-    cluster, workload = load_cluster("lab-4dc", ["gpu.memory=29.4 MB"]), load_workload("tiny", SMALL)
+    cluster, workload = load_cluster("lab-4dc", ["gpu.memory=25.4 MB"]), load_workload("tiny", SMALL)
     assert Residency.MICROBATCH in {group.residency for group in plan(cluster, workload).layers}
     made = plan(cluster, workload, codecs={"dc": CODECS["change"]})
     assert all(group.residency is Residency.STEP for group in made.layers)

@@ -116,7 +116,8 @@ def test_no_problem_is_built_twice(memory_share: float, ways: int, monkeypatch: 
 
 @pytest.mark.turns(4)
 @pytest.mark.parametrize(
-    ("memory_share", "layers", "sequences", "gain"), [(0.01, 2, 1, 0.3), (0.02, 3, 1, 0.3), (0.1, 3, 8, 0.004), (0.01, 3, 8, 0.0)]
+    ("memory_share", "layers", "sequences", "gain"),
+    [(0.01, 2, 1, 0.13), (0.02, 3, 1, 0.3), (0.05, 3, 8, 0.004), (0.01, 3, 8, 0.0)],
 )
 def test_short_of_memory_layers_differ_as_in_the_best_of_all_mixtures(
     memory_share: float, layers: int, sequences: int, gain: float

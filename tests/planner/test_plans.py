@@ -90,7 +90,7 @@ def test_memory_makes_layers_differ() -> None:
     lean = planner.memory_use(planner.baseline(make_cluster(4, 2), workload, "ep")).fullest_bytes
     ample = planner.memory_use(roomy).fullest_bytes
     assert ample > lean
-    tight = make_cluster(4, 2, memory=f"{lean + 0.6 * (ample - lean):.0f} B")
+    tight = make_cluster(4, 2, memory=f"{lean + 0.7 * (ample - lean):.0f} B")
     made = planner.plan(tight, workload)
     assert planner.memory_use(made).fits
     assert len(made.layers) > 1

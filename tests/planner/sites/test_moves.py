@@ -405,7 +405,8 @@ def test_walks_begin_at_tables_that_differ() -> None:
 
 @pytest.mark.parametrize("inside", Inside)
 def test_room_is_about_what_tables_leave(inside: Inside) -> None:
-    """What changes take by ``Room``'s numbers is about what they do take, the less so the more uneven ranks of a site become."""
+    """What changes take by ``Room``'s numbers is about what they do take: less so where sites begin to serve, which had
+    larger buffers for other things, and the more uneven ranks of a site become."""
     rng = np.random.default_rng(3)
     work = small_workload(rng, 32)
     model = work.model.model_copy(update={"num_layers": 12, "hidden_size": 64, "expert_ffn_size": 256, "top_k": 4})
@@ -422,7 +423,7 @@ def test_room_is_about_what_tables_leave(inside: Inside) -> None:
     more[6] = 3
     fewer[1:3, 8:20] = np.array([1, 2])[:, None]
     own = np.repeat(np.arange(8)[:, None], 32, axis=1)
-    for other, most in ((more, 0.02), (own, 0.05), (fewer, 0.3)):
+    for other, most in ((more, 0.02), (own, 0.1), (fewer, 0.3)):
         changed = guide_of(problem, other, Residency.STEP)
         took = changed.flows.access[:, COPIES, 1] * room.copy_bytes + changed.state.served * room.choice_bytes
         exact = room_of(problem, other, configuration).left_bytes

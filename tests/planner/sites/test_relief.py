@@ -45,7 +45,7 @@ def needed_bytes(spread: Spread) -> float:
     return float(needs_bytes(problem, table).max())
 
 
-@pytest.mark.parametrize("share", [0.94, 0.975, 0.99])
+@pytest.mark.parametrize("share", [0.97, 0.985, 0.995])
 def test_a_little_memory_is_made_up_for(spread: Spread, needed_bytes: float, share: float) -> None:
     memory_bytes = share * needed_bytes
     problem = problem_of(memory_bytes)

@@ -206,7 +206,7 @@ def test_the_rank_that_lacks_memory_is_not_the_fullest() -> None:
     """The second stage of two whose experts would keep what they now compute again, while the first is the fullest."""
     kept = lone_sites(kind="even", layers=(4, 5, 1))
     data = kept.model_dump(mode="json", exclude_none=True)
-    data["stages"][1]["layers"][0]["recompute"] = ["experts"]
+    data["stages"][1]["layers"][0]["recompute"] = ["attention", "experts"]
     plan = build(PipelinePlan, data, "pipeline")
     most, least = (costed(one).inside[1].memory.fullest_bytes for one in (kept, plan))
     full_bytes = costed(plan).fullest.fullest_bytes
