@@ -97,11 +97,11 @@ def routed_bytes(workload: Workload, served: FloatArray, arrived: FloatArray, re
 
 def routed_backward_bytes(workload: Workload) -> float:
     """Of one served row while its experts run backward, beside what is kept: its gradient and, made again, what comes out of the
-    activation, with the gradient of that and the product of both; then gradients of what enters it and, from each matrix, of the
-    row. Of all experts at once, as grouped products have it; a CPU's loop over experts takes less."""
+    activation, with the gradient of that and the product of both; then, when what enters the activation is gone, gradients of the
+    row from each matrix, and their sum. Of all experts at once, as grouped products have it; a CPU's loop over experts takes
+    less."""
     model = workload.model
-    entering = inner_width(workload, model.expert_ffn_size)
-    elements = max(model.hidden_size + 3 * model.expert_ffn_size, 3 * model.hidden_size + entering)
+    elements = max(model.hidden_size + 3 * model.expert_ffn_size, 3 * model.hidden_size)
     return float(elements * workload.training.dtype.num_bytes)
 
 
