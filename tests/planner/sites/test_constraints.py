@@ -171,7 +171,7 @@ def test_files_are_strict(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.parametrize("entries", [[], [{"kind": "pin", "sites": ["*"]}]])
 def test_rules_that_forbid_nothing_cost_nothing(entries: list[dict[str, object]]) -> None:
     """Here memory is so tight that layers have different domains, which plans that keep rules do not."""
-    cluster, workload = cluster_and_workload("lab-4dc", "tiny", ["gpu.memory=44.6 MB"])
+    cluster, workload = cluster_and_workload("lab-4dc", "tiny", ["gpu.memory=43.6 MB"])
     free, kept = (planner.plan(cluster, workload, constraints=one, time_limit_s=1) for one in (None, rules(*entries)))
     assert len(free.layers) > 1 and kept.digest == free.digest
 

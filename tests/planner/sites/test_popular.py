@@ -302,8 +302,8 @@ def test_a_plan_for_rare_experts_at_a_site_of_little_memory() -> None:
     data = {
         "name": "uneven",
         "levels": [{"name": "dc", "size": 2, "bandwidth": "1 Gbps", "latency": "1 ms"}],
-        "gpu": {"throughput": "30 TFLOPS", "memory": "280 MB", "memory_bandwidth": "1 TB/s"},
-        "sites": [{"name": "large", "up": "2 Gbps"}, {"name": "small", "gpu": {"memory": "196.5 MB"}}],
+        "gpu": {"throughput": "30 TFLOPS", "memory": "300 MB", "memory_bandwidth": "1 TB/s"},
+        "sites": [{"name": "large", "up": "2 Gbps"}, {"name": "small", "gpu": {"memory": "201.5 MB"}}],
     }
     model = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "vocab_size": 1000, "num_experts": 8, "top_k": 1}
     training = {"sequence_length": 256, "micro_batch_size": 32, "micro_batches": 1, "dtype": "bf16"}
