@@ -15,9 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.activation import activated_product
 from runtime.kernels import ops
 from runtime.kernels.grouped import ALIGNED_ROWS, grouped_mm
 from runtime.kernels.launch import worst_case_rows
+from runtime.kernels.local import weights_of_rows
+
+AS_TRAINED = "kernels, as trained"
+"""The form that a model's layers have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,20 @@ def with_kernels(data: LayerData) -> Tensor:
     return ops.combine(data.compute(rows, route.offsets), route, weights, multiple=multiple)
 
 
+def as_trained(data: LayerData) -> Tensor:
+    """[N, H]: with as little kept for backward as ``runtime.kernels.local`` keeps, but without waiting for the device."""
+    weights, ids = data.choose()
+    multiple, experts = ALIGNED_ROWS, data.layer.experts
+    number = worst_case_rows(ids.numel(), experts, multiple)
+    route = ops.route(ids.int(), data.groups, experts, multiple=multiple)
+    rows, offsets = ops.dispatch(data.x, route, number, multiple=multiple), route.offsets
+    entering = (grouped_mm(rows, matrix, offsets) for matrix in (data.w_gate, data.w_up))
+    y = activated_product(
+        *entering, out=data.w_down.transpose(1, 2), weights_R=weights_of_rows(weights, route, number), offsets=offsets
+    )
+    return ops.combine(y, route, multiple=multiple)
+
+
 def in_plain_torch(data: LayerData) -> Tensor:
     """[N, H] with torch's own operators, on the same padded groups and without waiting for the device either."""
     weights, ids = data.choose()
@@ -129,7 +148,8 @@ def forms(data: LayerData) -> dict[str, Form]:
         found["torchtitan"] = torchtitan_form(data)
     if data.x.is_cuda:
         found |= {f"{name}, compiled": replace(form, forward=torch.compile(form.forward)) for name, form in found.items()}
-    return found
+    # Not compiled, as it is not in training.
+    return found | {AS_TRAINED: Form(forward=partial(as_trained, data), leaves=data.leaves)}
 
 
 def parts(data: LayerData) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -75,7 +75,7 @@ def with_kernels(
     multiple = ALIGNED_ROWS if in_groups else 1
     route = ops.route(ids_NK, place_E, number, multiple=multiple)
     bounds = route.offsets.tolist()
-    x, weights = ops.dispatch(x_NH, route, bounds[-1], multiple=multiple), _weights_of_rows(weights_NK, route, bounds[-1])
+    x, weights = ops.dispatch(x_NH, route, bounds[-1], multiple=multiple), weights_of_rows(weights_NK, route, bounds[-1])
     if in_groups:
         # Each store by itself: experts in one piece would be one more copy of them, held until backward.
         first = bounds[num_home]
@@ -91,7 +91,7 @@ def with_kernels(
     return ops.combine(y, route, multiple=multiple)
 
 
-def _weights_of_rows(weights_NK: Tensor, route: Route, number: int) -> Tensor:
+def weights_of_rows(weights_NK: Tensor, route: Route, number: int) -> Tensor:
     """[R]: the weight of the pair that has each row; zero of padding."""
     # Pairs without a row share one behind the others: where there are none is known on the device only.
     slot = torch.where(route.slot < 0, number, route.slot).flatten().long()
