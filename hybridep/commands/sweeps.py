@@ -81,10 +81,12 @@ def _results(missing: Sequence[tuple[str, Point, Scenario]], jobs: int) -> Gener
 
 
 def as_data(row: Row) -> dict[str, Any]:
-    """A row with its numbers as such, and values of its point as the grid has them."""
+    """A row with its numbers as such, and values of its point as the grid has them. Cells that a table has empty are columns of
+    other rows."""
     point = json.loads(row[_POINT])["point"]
     texts = ("busiest_link", "plan_digest", "error", _POINT)
-    return {name: point[name] if name in point else value if name in texts else _number(value) for name, value in row.items()}
+    mine = {name: value for name, value in row.items() if value or name in point}
+    return {name: point[name] if name in point else value if name in texts else _number(value) for name, value in mine.items()}
 
 
 def shown(row: Row) -> list[str]:

@@ -108,6 +108,9 @@ def test_sweeps_go_on_where_they_stopped(scenario: Callable[..., object], inputs
         r"plan ep  cluster.levels.dc.bandwidth 50 Mbps  step [\d.]+ m?s  busiest_link marked  busiest_load 0.\d+", text[0]
     )
     assert text[-1].startswith("2 points in ")
+    # A row that was read back says what it said at first, and nothing of the columns that only the others have.
+    again = call("simulate", scenario(grid % "50 Mbps"), *options).json["rows"]
+    assert again == [row | {"busiest_link": "marked"} for row in first.json["rows"]]
     rows = list(csv.DictReader(table.open()))
     steps = {(row["plan"], row["cluster.levels.dc.bandwidth"]): row["step_s"] for row in rows if not row["error"]}
     assert len(steps) == 4
