@@ -100,9 +100,14 @@ class Conditions(Strict):
                 f"or a level of {cluster.name} a window, or leave it out"
             )
         links = link_names or [link.name for link in cluster.link_table]
-        for pattern in [change.links for change in self.all_changes] + [jitter.links for jitter in self.jitter]:
+        patterns = [
+            *(("changes", change.links) for change in self.changes),
+            *((f"trace {self.trace}", change.links) for change in self.all_changes[len(self.changes) :]),
+            *(("jitter", jitter.links) for jitter in self.jitter),
+        ]
+        for key, pattern in patterns:
             if not _matching(links, pattern).size:
-                raise UserError(f"no link is named {pattern!r}; names are like {links[0]!r} and {links[-1]!r}")
+                raise UserError(f"{key}: no link is named {pattern!r}; names are like {links[0]!r} and {links[-1]!r}")
         names = {name for of_rank in _worker_names(cluster) for name in of_rank} if self.stragglers else set()
         for straggler in self.stragglers:
             if straggler.worker not in names:

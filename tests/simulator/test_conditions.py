@@ -163,8 +163,11 @@ def test_a_trace_holds_each_row_until_the_next_of_its_links(tmp_path) -> None:  
     path.write_text("seconds,links,factor\n5,a up,1\n2,a up,0.5\n")
     with pytest.raises(ConfigError, match=r"trace\.csv:3"):
         read_trace(path)
-    with pytest.raises(UserError, match="no link is named 'c up'"):
+    with pytest.raises(UserError, match="changes: no link is named 'c up'"):
         Conditions(changes=(LinkChange(links="c up", factor=1),)).require(EP.cluster)
+    path.write_text("seconds,links,factor\n5,c up,1\n")
+    with pytest.raises(UserError, match=r"trace .*trace\.csv: no link is named 'c up'"):
+        Conditions(trace=path).require(EP.cluster)
     with pytest.raises(ValidationError, match="not after start"):
         LinkChange(links="*", factor=1, start="2 s", end="1 s")
     with pytest.raises(ValidationError):
