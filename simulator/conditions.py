@@ -113,13 +113,16 @@ class Conditions(Strict):
             if straggler.worker not in names:
                 raise UserError(f"stragglers: no worker {straggler.worker!r}; names are like {min(names)!r} and {max(names)!r}")
 
-    def from_s(self, end_s: float) -> list[str]:
-        """In words, what begins then or later; rows of a trace, which may be of any length, aside."""
+    def from_s(self, end_s: float, begins_s: Sequence[float]) -> list[str]:
+        """In words, what begins then or later, and who is slow while no step begins (all steps' ``begins_s``); rows of a trace,
+        which may be of any length, aside."""
         changes = [
             f"{change.links!r} changes at {format_seconds(change.start)}" for change in self.changes if change.start >= end_s
         ]
         return changes + [
-            f"{one.worker} is slow from {format_seconds(one.start)} on" for one in self.stragglers if one.start >= end_s
+            f"{one.worker} is slow from {format_seconds(one.start)} on" + (", within a step" if one.start < end_s else "")
+            for one in self.stragglers
+            if not any(one.start <= begin_s < one.end_s for begin_s in begins_s)
         ]
 
     @cached_property

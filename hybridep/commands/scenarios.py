@@ -144,7 +144,7 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     """Simulate the first step beside its baselines, and then the whole run where it has more. progress: of the first step, as
     `simulator.report.simulate`."""
     from planner import fullest_of
-    from simulator.many_steps import Course, simulate_run
+    from simulator.many_steps import Course, Happening, simulate_run
 
     informed, routing = routing_of(scenario)
     plan, fabric = informed(resolve(scenario)), fabric_of(scenario.fabric)
@@ -173,7 +173,9 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
         )
     end_s = run.total_s if run is not None else report.step.step_s
     lost = [f"{loss.site} is lost at {format_seconds(loss.at)}" for loss in scenario.course.in_order if loss.at >= end_s]
-    not_met = (*scenario.conditions.from_s(end_s), *lost)
+    # A loss ends the step at hand, which had begun.
+    begins_s = [0.0] if run is None else [one.start_s for one in run.stretches if one.what in (Happening.STEP, Happening.LOSS)]
+    not_met = (*scenario.conditions.from_s(end_s, begins_s), *lost)
     return Outcome(plan=plan, report=report, run=run, not_met=not_met, memory=fullest_of(plan))
 
 

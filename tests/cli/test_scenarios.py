@@ -316,6 +316,19 @@ def test_what_a_simulation_does_not_meet_is_said(scenario: Callable[..., object]
     assert call("simulate", scenario("plan: ep"), "--json").json["not_met"] == []
 
 
+def test_who_is_slow_while_no_step_begins_is_not_met(scenario: Callable[..., object], call: Call) -> None:
+    step_s = call("simulate", scenario("plan: ep"), "--json").json["step_s"]
+    for begins, course, expected in (
+        (0.5, "", ["dc0 is slow from 5 s on, within a step"]),
+        (0.5, "course: {steps: 2}", []),
+        (1.5, "course: {steps: 2}", ["dc0 is slow from 5 s on, within a step"]),
+    ):
+        slow = f"conditions: {{stragglers: [{{worker: dc0, slowdown: 9, start: {begins * step_s} s}}]}}"
+        result = call("simulate", scenario("plan: ep", slow, course), "--json").json
+        assert [re.sub(r"from .* on", "from 5 s on", one) for one in result["not_met"]] == expected
+        assert (result.get("run", {}).get("total_s", 0) > 2.01 * step_s) == (course != "" and not expected)
+
+
 def test_a_pipeline_that_does_not_fit_is_said_beside_the_rest(
     scenario: Callable[..., object], inputs: Inputs, call: Call
 ) -> None:
