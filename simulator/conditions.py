@@ -105,7 +105,8 @@ class Conditions(Strict):
             *((f"trace {self.trace}", change.links) for change in self.all_changes[len(self.changes) :]),
             *(("jitter", jitter.links) for jitter in self.jitter),
         ]
-        for key, pattern in patterns:
+        # A trace has rows by the thousand, of a few patterns.
+        for key, pattern in dict.fromkeys(patterns):
             if not _matching(links, pattern).size:
                 raise UserError(f"{key}: no link is named {pattern!r}; names are like {links[0]!r} and {links[-1]!r}")
         names = {name for of_rank in _worker_names(cluster) for name in of_rank} if self.stragglers else set()
@@ -160,7 +161,8 @@ class LinkFactors:
         self._seed = conditions.seed
         self._goodput = conditions.goodput
         changes = conditions.all_changes
-        self._changes = [(change, _matching(link_names, change.links)) for change in changes]
+        self._called = {pattern: _matching(link_names, pattern) for pattern in dict.fromkeys(change.links for change in changes)}
+        self._changes = [(change, self._called[change.links]) for change in changes]
         self._jitter = [(jitter, _matching(link_names, jitter.links)) for jitter in conditions.jitter]
         self._num_links = len(link_names)
         ends = {change.end_s for change in changes if math.isfinite(change.end_s)}
@@ -170,7 +172,7 @@ class LinkFactors:
     def traits(self) -> IntArray:
         """[links]: equal for links that always have the same factor."""
         traits = np.zeros(self._num_links, dtype=np.int64)
-        for _, links in self._changes:
+        for links in self._called.values():
             mine = np.zeros(self._num_links, dtype=np.int64)
             mine[links] = 1
             traits = np.unique(2 * traits + mine, return_inverse=True)[1].astype(np.int64)

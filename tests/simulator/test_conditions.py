@@ -4,6 +4,7 @@ from pydantic import ValidationError
 from simulated_plans import PLANS, conditions, make_plan
 
 from hybridep.errors import ConfigError, UserError
+from hybridep.sites import is_called
 from simulator.conditions import Conditions, LinkChange, LinkFactors, LinkJitter, Straggler, read_trace
 from simulator.errors import SimulationError
 from simulator.step import simulate_step
@@ -150,6 +151,23 @@ def test_factors_over_time() -> None:
     fine = LinkFactors(Conditions(jitter=(LinkJitter(spread=0.5, period="0.5 ms"),)), names)
     next_s = fine.next_s(32768.0045)
     assert 32768.0045 <= next_s < fine.next_s(next_s) and fine.at(next_s).tolist() != fine.at(fine.next_s(next_s)).tolist()
+
+
+def test_links_of_a_long_trace_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = []
+
+    def called(name: str, pattern: str) -> bool:
+        looked_up.append((name, pattern))
+        return is_called(name, pattern)
+
+    monkeypatch.setattr("simulator.conditions.is_called", called)
+    rows = tuple(LinkChange(links=f"s{row % 2} up", factor=0.5, start=f"{row} s") for row in range(100))
+    links = [link.name for link in EP.cluster.link_table]
+    varied = Conditions(changes=rows)
+    varied.require(EP.cluster)
+    assert len(looked_up) == 2 * len(links)
+    factors = LinkFactors(varied, links)
+    assert len(looked_up) == 4 * len(links) and len(set(factors.traits.tolist())) == 3
 
 
 def test_a_trace_holds_each_row_until_the_next_of_its_links(tmp_path) -> None:  # type: ignore[no-untyped-def]
