@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 
-from hybridep.arrays import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.pipeline import AnyPlan
 from hybridep.routing import Routing
 from hybridep.shares import site_sequences
+from hybridep.workload import DropPolicy
 from simulator.errors import SimulationError
 
 
@@ -20,8 +21,9 @@ def zipf_routing(plan: AnyPlan, *, exponent: float, seed: int, step: int = 0, dr
     experts, where the model limits these, those with the best experts.
     drift: how far the order of popularity moves per step, from 0 (never) to 1 (a new order each step): scores whose order
     it is follow an autoregressive process. The same seed and step give the same choices, whatever the plan's placement.
-    Returns (MoE layer, micro-batch) -> [G, T, K] expert ids, -1 for tokens that a rank lacks. Raises SimulationError for values
-    out of range.
+    Experts of limited capacity drop what they have no room for, as in training.
+    Returns (MoE layer, micro-batch) -> [G, T, K] expert ids, -1 for dropped choices and for tokens that a rank lacks. Raises
+    SimulationError for values out of range.
     """
     if not (exponent >= 0 and math.isfinite(exponent) and 0 <= drift <= 1 and step >= 0):
         raise SimulationError(
@@ -39,15 +41,30 @@ def zipf_routing(plan: AnyPlan, *, exponent: float, seed: int, step: int = 0, dr
     own_tokens = training.sequence_length * np.array(site_sequences(plan.cluster, plan.workload))
     shape = (plan.cluster.num_gpus, int(own_tokens.max()), num_experts)
     lacks = np.arange(shape[1])[None, :] >= np.repeat(own_tokens, plan.cluster.ranks_per_site)[:, None]
-    choices = {}
+    choices, capacity = {}, plan.workload.expert_capacity
     for layer in range(num_layers):
         for micro_batch in range(training.micro_batches):
-            drawn = log_share[layer] + tokens.gumbel(size=shape)
+            noise = tokens.gumbel(size=shape)
+            drawn = log_share[layer] + noise
             if model.limits_groups:
                 drawn = _of_best_groups(drawn, model.expert_groups, model.groups_per_token)
             top = np.argpartition(-drawn, model.top_k - 1, axis=-1)[..., : model.top_k]
+            if capacity is not None:
+                top = _within(capacity, top, noise, training.sequence_length, model.token_drop_policy)
             choices[layer, micro_batch] = np.where(lacks[..., None], -1, top)
     return choices
+
+
+def _within(capacity: int, top: IntArray, noise: FloatArray, length: int, policy: DropPolicy) -> IntArray:
+    """[G, T, K]: -1 in place of choices that experts have no room for, of each sequence so many at most."""
+    chosen = np.full(noise.shape, -np.inf)
+    if policy is DropPolicy.POSITION:
+        noise = np.broadcast_to(-np.arange(noise.shape[1], dtype=np.float64)[:, None], noise.shape)
+    np.put_along_axis(chosen, top, np.take_along_axis(noise, top, axis=-1), axis=-1)
+    of_sequences = chosen.reshape(noise.shape[0], -1, length, noise.shape[2])
+    least = np.partition(of_sequences, length - capacity, axis=2)[:, :, length - capacity, None]
+    fits = (of_sequences >= least).reshape(noise.shape)
+    return np.where(np.take_along_axis(fits, top, axis=-1), top, -1)
 
 
 def _of_best_groups(drawn: FloatArray, groups: int, per_token: int) -> FloatArray:

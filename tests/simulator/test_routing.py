@@ -4,6 +4,7 @@ from simulated_plans import make_plan
 
 from hybridep.gating import gating
 from hybridep.traffic import expected_rows, routed_rows
+from hybridep.workload import DropPolicy
 from simulator.errors import SimulationError
 from simulator.routing import zipf_routing
 from simulator.step import simulate_step
@@ -48,6 +49,26 @@ def test_tokens_keep_to_their_groups_and_travel_as_expected(exponent: float) -> 
     assert drawn == pytest.approx(expected, rel=0.03)
     free = expected_rows(placement, gating(PLAN.workload))
     assert float(np.sum(free[0])) * 1024 / PLAN.workload.training.sequence_length > 1.3 * drawn
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_experts_drop_what_they_have_no_room_for(policy: str) -> None:
+    """As many rows as expected; those that stay are the first of a sequence, or any."""
+    model = PLAN.workload.model.model_copy(update={"capacity_factor": 1.0, "token_drop_policy": DropPolicy(policy)})
+    training = PLAN.workload.training.model_copy(update={"sequence_length": 512, "micro_batch_size": 2})
+    free = PLAN.model_copy(update={"workload": PLAN.workload.model_copy(update={"training": training})})
+    plan = free.model_copy(update={"workload": free.workload.model_copy(update={"model": model})})
+    for exponent in (0.0, 2.0, 1e300):
+        chosen, kept = (zipf_routing(one, exponent=exponent, seed=3)[0, 0].reshape(16, 512, 3) for one in (free, plan))
+        assert ((kept == chosen) | (kept == -1)).all()
+        for before, after in zip(chosen, kept, strict=True):
+            counts = np.bincount(before.ravel(), minlength=16)
+            assert np.bincount(after[after >= 0], minlength=16).tolist() == np.minimum(counts, 96).tolist()
+            first = np.flatnonzero((before == counts.argmax()).any(axis=1))[:96]
+            assert (after[first] == counts.argmax()).any(axis=1).all() == (policy == "position")
+    [placement] = {one.placement for one in plan.placed}
+    drawn = routed_rows(placement, zipf_routing(plan, exponent=0.0, seed=3)[0, 0])
+    assert np.sum(drawn[0]) == pytest.approx(np.sum(expected_rows(placement, gating(plan.workload))[0]), rel=0.01)
 
 
 def test_popularity_drifts_as_far_as_asked() -> None:
