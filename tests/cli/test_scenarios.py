@@ -143,6 +143,14 @@ def test_sweeps_know_what_files_hold_and_keep_other_rows(scenario: Callable[...,
         assert refused.code == 2 and "no table of a sweep" in refused.err and table.read_text() == text
 
 
+def test_a_file_that_cannot_be_read_is_its_points_error(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
+    there, table = "/proc/self/mem", inputs.folder / "table.csv"
+    grid = scenario("plan: ep", f"grid: {{cluster: [{there}, {inputs.cluster}]}}")
+    result = call("simulate", grid, "--out", table, "--jobs", 1, "--json")
+    assert result.code == 2 and result.json["failed"] == 1, result.err
+    assert f"{there}: cannot be read" in result.json["rows"][0]["error"] and result.json["rows"][1]["step_s"] > 0
+
+
 def test_a_table_that_a_spreadsheet_has_saved_is_gone_on_with(
     scenario: Callable[..., object], inputs: Inputs, call: Call
 ) -> None:
