@@ -18,6 +18,8 @@ from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact, format_seconds
 
 _MOST_FACTOR = 1e6
+_LEAST_PERIOD_S = 1e-4
+"""A step is simulated anew from each change on: shorter ones would take longer than any step is worth."""
 
 
 class _Lasting(Strict):
@@ -52,7 +54,7 @@ class LinkJitter(Strict):
 
     links: str = "*"
     spread: float = Field(gt=0, le=3)
-    period: Duration = Field(gt=0)
+    period: Duration = Field(ge=_LEAST_PERIOD_S)
 
 
 class Straggler(_Lasting):

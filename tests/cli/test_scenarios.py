@@ -283,6 +283,7 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
         ("routing: zip:1", "zipf:1.2"),
         ("conditions: {changes: [{links: 'x up', factor: 1}]}", "changes: no link is named 'x up'"),
         ("conditions: {jitter: [{links: 'x up', spread: 0.1, period: 1 s}]}", "jitter: no link is named 'x up'"),
+        ("conditions: {jitter: [{spread: 0.1, period: 1 us}]}", "jitter.0.period: Input should be greater than or equal to"),
         ("conditions: {stragglers: [{worker: x, slowdown: 2}]}", "no worker 'x'"),
         ("grid: {drift: [0.1, 3]}", "drift=3"),
         ("grid: {seed: [2020-01-01]}", "put a date in quotes"),
