@@ -88,8 +88,9 @@ def test_the_planner_takes_the_best_that_is_permitted() -> None:
     assert steps[1] <= short.prediction.step * (1 + 1e-9) < steps[0]
     assert short.solver.bound == pytest.approx(least_s(cluster, workload, 1)) and short.solver.bound < steps[1]
     several = planner.plans(cluster, workload, 3, max_loss=0.005, time_limit_s=1e-3)
-    # The next ones of the exact search may be better with those codecs.
-    assert several[0].predicted.step <= short.prediction.step * (1 + 1e-9) and len({one.digest for one in several}) == 3
+    # The next ones of the exact search may be better with those codecs; of these there may be fewer by then.
+    assert several[0].predicted.step <= short.prediction.step * (1 + 1e-9)
+    assert 1 < len(several) == len({one.digest for one in several})
     assert several[0].solver is not None and several[0].solver.bound == short.solver.bound
     with pytest.raises(UserError, match="leave one of them out"):
         planner.plan(cluster, workload, max_loss=0.1, codecs={"dc": Codecs(tokens=TokenCodec.INT8)})
