@@ -95,7 +95,7 @@ def test_each_number_of_parts_has_a_search_of_its_own() -> None:
 
 
 def test_parts_that_do_not_fit_the_memory_are_left_out() -> None:
-    """Gradients of experts are there twice while those of a further part are added, which with few rows is more than rows save."""
+    """Gradients of experts are there twice while those of a further part are added: with few rows more than rows save."""
     problem, _ = slow_problem(2, length=32)
     configuration, found = problem.configurations()[0], 0
     for entries in product(range(2), repeat=6):
