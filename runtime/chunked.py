@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from runtime.dispatch import Counts, Hop
-from runtime.routed import Computed, DistributedExperts, over
+from runtime.routed import Computed, DistributedExperts, Over
 from runtime.spans import BACKWARD, EXPERT
 from runtime.worker import Worker
 
@@ -85,7 +85,7 @@ class _Chunks(torch.autograd.Function):
         parts, leaving, overs = [], [], []
         for number, arrival in enumerate(arriving, start=1):
             x_NH, weights_NK, ids_NK, hops = arrival.result()
-            overs.append(over(hops, x_NH, weights_NK))
+            overs.append(Over.of(hops, x_NH, weights_NK))
             if number == layer.chunks:
                 layer.arrived(overs if learns else [])
             layer.spans.begin(EXPERT, layer.name)

@@ -27,10 +27,10 @@ class Over(NamedTuple):
     """No elements: type and width of rows is what counts, and of their weights."""
     like_NK: Tensor
 
-
-def over(hops: list[Hop], x_NH: Tensor, weights_NK: Tensor) -> Over:
-    """Without a view of what came, which would keep it."""
-    return Over(hops, x_NH.new_empty(0, x_NH.shape[1]), weights_NK.new_empty(0, weights_NK.shape[1]))
+    @classmethod
+    def of(cls, hops: list[Hop], x_NH: Tensor, weights_NK: Tensor) -> Over:
+        """Without a view of what came, which would keep it."""
+        return cls(hops, x_NH.new_empty(0, x_NH.shape[1]), weights_NK.new_empty(0, weights_NK.shape[1]))
 
 
 class Computed(NamedTuple):
@@ -106,7 +106,7 @@ class DistributedExperts(RoutedExperts):
             x_TH.register_hook(self._dispatch_returned)  # type: ignore[no-untyped-call]
         counts, self._counts = self._counts, None
         x_NH, weights_NK, ids_NK, hops = self.dispatcher.dispatch(x_TH, weights_TK, ids_TK, counts)
-        self.arrived([over(hops, x_NH, weights_NK)] if x_NH.requires_grad else [])
+        self.arrived([Over.of(hops, x_NH, weights_NK)] if x_NH.requires_grad else [])
         y_NH = _Experts.apply(x_NH, weights_NK, self.learning_home, ids_NK, self)  # type: ignore[no-untyped-call]
         combined = self.dispatcher.combine(y_NH, hops)
         if combined.requires_grad:

@@ -56,11 +56,9 @@ LAYER = Layer(tokens=24, top_k=2, experts=5, hidden=16, ffn=32, source="test")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_all_forms_of_the_layer_agree(dtype: torch.dtype) -> None:
     forms = bench_layer.forms(LayerData(LAYER, CPU, dtype))
-    plain, *others = (
-        (one.forward(), *one.forward_backward()) for one in map(forms.get, ("plain torch", "kernels", AS_TRAINED)) if one
-    )
+    every = (forms[name] for name in ("plain torch", "kernels", AS_TRAINED))
+    plain, *others = ((form.forward(), *form.forward_backward()) for form in every)
     bound = {"rtol": 5e-2, "atol": 5e-2} if dtype is torch.bfloat16 else {}
-    assert len(others) == 2
     for results in others:
         for a, b in zip(results, plain, strict=True):
             torch.testing.assert_close(a, b, **bound)
