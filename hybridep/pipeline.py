@@ -8,7 +8,7 @@ batch that a plan without stages has, so the same model is trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from hybridep.plan import (
     check_popularity,
     copies_last,
 )
-from hybridep.shares import batch_sequences, owners, sequences_together, site_sequences, unequal_shares
+from hybridep.shares import batch_sequences, owners, parts, sequences_together, site_sequences
 from hybridep.topology import Cluster, by_themselves
 from hybridep.traffic import add_between_sites, link_bytes, step_traffic
 from hybridep.workload import Model, Training, Workload
@@ -86,7 +86,7 @@ class PipelinePlan(PlanFile):
     @model_validator(mode="after")
     def _consistent(self) -> PipelinePlan:
         cluster, model = self.cluster, self.workload.model
-        check_stageable(cluster, model)
+        check_stageable(model)
         names = cluster.site_names
         used = [name for stage in self.stages for name in stage.sites]
         for name in used:
@@ -97,6 +97,8 @@ class PipelinePlan(PlanFile):
             raise ValueError(f"stages: site {wrong[0]} is in {used.count(wrong[0])} stages; every site is in one")
         if (layers := sum(stage.num_layers for stage in self.stages)) != model.num_layers:
             raise ValueError(f"stages: they have {layers} layers together, the model has {model.num_layers}")
+        for number, group in enumerate(self.groups):
+            check_homes(cluster, number, group)
         check_popularity(self.popularity, self.workload)
         for level in cluster.levels[1:]:
             if level.name in self.codecs and "activations" in self.codecs[level.name].coded:
@@ -123,18 +125,19 @@ class PipelinePlan(PlanFile):
         """[stages]: a plan for each one's sites and share of the model."""
         made, first = [], 0
         for number, stage in enumerate(self.stages):
+            sites = by_themselves(self.cluster, stage.sites)
             workload = stage_workload(
                 self.workload,
                 self.cluster,
                 number=number,
                 first_layer=first,
                 num_layers=stage.num_layers,
-                num_sites=len(stage.sites),
+                sites=sites,
                 micro_batches=self.micro_batches,
             )
             shares = of_stage(self.popularity, workload)
             data = {
-                "cluster": by_themselves(self.cluster, stage.sites),
+                "cluster": sites,
                 "workload": workload,
                 "layers": stage.layers,
                 "popularity": shares,
@@ -149,13 +152,16 @@ class PipelinePlan(PlanFile):
         return tuple(made)
 
     @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """[stages]: the numbers of each one's sites, in the cluster's order, whatever the order in which they are written."""
+        sites = {name: site for site, name in enumerate(self.cluster.site_names)}
+        return tuple(tuple(sorted(sites[name] for name in stage.sites)) for stage in self.stages)
+
+    @cached_property
     def ranks(self) -> tuple[IntArray, ...]:
         """[stages] [ranks of the stage]: the whole cluster's number of each, in the order of the stage's own."""
-        sites = {name: site for site, name in enumerate(self.cluster.site_names)}
         inside = np.arange(self.cluster.ranks_per_site)
-        # A stage's sites stand in the cluster's order, whatever the order in which they are written.
-        places = [sorted(sites[name] for name in stage.sites) for stage in self.stages]
-        return tuple(np.concatenate([site * len(inside) + inside for site in place]) for place in places)
+        return tuple(np.concatenate([site * len(inside) + inside for site in group]) for group in self.groups)
 
     def seat(self, rank: int) -> tuple[int, int]:
         """(stage, rank in the stage) of a rank of the cluster."""
@@ -344,11 +350,11 @@ def stage_workload(
     number: int,
     first_layer: int,
     num_layers: int,
-    num_sites: int,
+    sites: Cluster,
     micro_batches: int,
 ) -> Workload:
-    """What a stage of ``num_sites`` trains: its layers, and the global batch in ``micro_batches``. Raises ValueError where it has
-    no layer with experts, or a micro-batch has no sequence for each of its ranks."""
+    """What a stage of these ``sites`` of the cluster trains: its layers, and the global batch in ``micro_batches``. Raises
+    ValueError where it has no layer with experts, or a micro-batch has no sequence for each of its ranks."""
     model, training = workload.model, workload.training
     dense = min(max(model.num_dense_layers - first_layer, 0), num_layers)
     if dense >= num_layers:
@@ -356,10 +362,12 @@ def stage_workload(
     inside = cluster.ranks_per_site
     batch = global_sequences(workload, cluster)
     together, rest = divmod(batch, inside * micro_batches)
-    if rest or together < num_sites:
+    num_sites, weights = sites.sizes[0], tuple(sites.token_weights.tolist())
+    if rest or together < num_sites or not all(parts(together, weights)):
+        shares = "as many whole ones each" if len(set(weights)) == 1 else "whole ones each, by the sites' shares (sites.*.tokens)"
         raise ValueError(
             f"stages.{number}: {batch} sequences of a step in {micro_batches} micro-batches leave {batch / micro_batches:g} for "
-            f"{num_sites} x {inside} ranks, and those of a site take as many whole ones each; choose other micro_batches"
+            f"{num_sites} x {inside} ranks, and those of a site take {shares}; choose other micro_batches"
         )
     part = {
         "first_layer": first_layer,
@@ -387,10 +395,16 @@ def global_sequences(workload: Workload, cluster: Cluster) -> int:
     return batch_sequences(cluster, workload) * workload.training.micro_batches
 
 
-def possible_micro_batches(workload: Workload, cluster: Cluster, sites_per_stage: Sequence[int]) -> list[int]:
-    """In how many equal micro-batches the global batch can pass stages of so many sites, fewest first."""
-    batch = sequences_of_place(workload, cluster)
-    return [batch // together for together in reversed(sequences_together(batch, max(sites_per_stage)))]
+def possible_micro_batches(workload: Workload, cluster: Cluster, groups: Iterable[Sequence[int]]) -> list[int]:
+    """In how many equal micro-batches the global batch can pass stages of these sites, fewest first."""
+    together = sequences_together(sequences_of_place(workload, cluster), token_weights(cluster, groups))
+    return [sequences_of_place(workload, cluster) // one for one in reversed(together)]
+
+
+def token_weights(cluster: Cluster, groups: Iterable[Sequence[int]]) -> list[tuple[float, ...]]:
+    """[groups] (sites): ``Site.tokens`` of the sites of each, in the cluster's order."""
+    weights = cluster.token_weights
+    return [tuple(weights[sorted(group)].tolist()) for group in groups]
 
 
 def sequences_of_place(workload: Workload, cluster: Cluster) -> int:
@@ -414,15 +428,20 @@ def order_of_passes(stage: int, stages: int, micro_batches: int, ahead: int = 1)
             yield False, number - warm_up
 
 
-def check_stageable(cluster: Cluster, model: Model) -> None:
+def check_stageable(model: Model) -> None:
     """Raises ValueError for what no stages can share."""
-    if unequal_shares(cluster):
-        raise ValueError(
-            f"stages: sites of {cluster.name} have unequal shares of tokens or experts, but every stage computes all tokens and "
-            "holds all experts of its layers; leave out sites.*.tokens and sites.*.experts"
-        )
     if model.tie_embeddings:
         raise ValueError(
             "stages: tie_embeddings makes embedding and output projection one matrix, and the first and the last stage have one "
             "of them each; set it to false"
+        )
+
+
+def check_homes(cluster: Cluster, stage: int, group: Sequence[int]) -> None:
+    """Raises ValueError for sites of a stage at which no experts live."""
+    if not cluster.home_weights[list(group)].any():
+        sites = ", ".join(cluster.site_name(site) for site in group)
+        raise ValueError(
+            f"stages.{stage}: no experts live at {sites} (sites.*.experts), and a stage holds those of its layers; it "
+            "needs another site, too"
         )

@@ -353,7 +353,11 @@ class Plan(PlanFile):
         model, cluster = self.workload.model, self.cluster
         sites = cluster.sites
         if len(sites) == 1:
-            sites = (sites[0].model_copy(update={"name": "", "part_of": None, "up": None, "down": None, "egress": None}),)
+            sites = (
+                sites[0].model_copy(
+                    update=dict.fromkeys(("part_of", "up", "down", "egress", "tokens", "experts")) | {"name": ""}
+                ),
+            )
         elif not (cluster.links or cluster.trunks):
             sites = tuple(site.model_copy(update={"name": ""}) for site in sites)
         parts = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from math import ceil, isqrt
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
+from math import isqrt
 
 import numpy as np
 
@@ -23,6 +24,17 @@ def apportion(total: int, weights: FloatArray) -> IntArray:
     rest = np.argsort(np.round(whole - exact, 9), kind="stable")[: total - int(whole.sum())]
     whole[rest] += 1
     return whole
+
+
+@lru_cache(maxsize=2**16)
+def parts(total: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """What ``apportion`` makes of it, remembered."""
+    return tuple(apportion(total, np.array(weights)).tolist())
+
+
+def crowding(total: int, weights: tuple[float, ...]) -> float:
+    """How many times as many of ``total`` whole parts as its exact share somebody has."""
+    return float(np.max(np.array(parts(total, weights)) / np.array(weights))) * sum(weights) / total
 
 
 def site_sequences(cluster: Cluster, workload: Workload) -> tuple[int, ...]:
@@ -57,53 +69,48 @@ def batch_sequences(cluster: Cluster, workload: Workload) -> int:
     return cluster.ranks_per_site * sum(site_sequences(cluster, workload))
 
 
-def unequal_shares(cluster: Cluster) -> bool:
-    """Sites are given more of the batch, or of the experts, than others."""
-    return bool(np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights))
-
-
 def alike_ranks(cluster: Cluster, workload: Workload) -> bool:
     """Whether all sites have equal GPUs and as many sequences and experts for each rank."""
     return cluster.has_alike_ranks and isinstance(workload.training.micro_batch_size, int)
 
 
 def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tuple[Cluster, Workload]:
-    """The cluster of some ``sites``, and the workload with the whole cluster's global batch shared out among these: evenly but
-    for one sequence of a micro-batch, in micro-batches that are at most as large, where that is possible. Raises PlacementError
-    where sites have unequal shares."""
-    if unequal_shares(cluster):
+    """The cluster of some ``sites``, and the workload with the whole cluster's global batch shared out among these, in proportion
+    to ``Site.tokens`` and so evenly but for one sequence of a micro-batch where sites have none; in micro-batches of which no
+    rank has more sequences than it had, where that is possible. Raises PlacementError where one of the sites would have none, and
+    where no experts live at any."""
+    kept, training = [site for site, name in enumerate(cluster.site_names) if name in sites], workload.training
+    if len(kept) == cluster.sizes[0]:
+        return cluster, workload
+    if not cluster.home_weights[kept].any():
+        raise PlacementError(f"{cluster.name}: no experts live at {', '.join(sites)} (sites.*.experts); leave fewer sites out")
+    found, weights = by_themselves(cluster, sites), cluster.token_weights
+    of_place = batch_sequences(cluster, workload) * training.micro_batches // cluster.ranks_per_site
+    of_each = cluster.sizes[0] * training.micro_batch_size * weights / weights.sum()
+    most, own = np.ceil(of_each[kept] - _ROUNDING), tuple(weights[kept].tolist())
+    together = sequences_together(of_place, [own])
+    if not together:
         raise PlacementError(
-            f"{cluster.name}: its sites have unequal shares (sites.*.tokens, sites.*.experts), of which none can be left out"
+            f"{found.name}: {of_place} sequences of a step for a rank of each site leave one of {', '.join(found.site_names)} "
+            "without any; give them other shares (sites.*.tokens), or leave it out, too"
         )
-    found, training = by_themselves(cluster, sites), workload.training
-    most = ceil(training.micro_batch_size)  # that some rank has
-    batch, number = batch_sequences(cluster, workload) * training.micro_batches, found.levels[0].size
-    each, rest = divmod(batch, found.num_gpus)
-    if rest:
-        of_place = batch * number // found.num_gpus
-        together = sequences_together(of_place, number)
-        of_batch = max([one for one in together if ceil(one / number) <= most], default=together[0])
-        update = {"micro_batch_size": of_batch / number, "micro_batches": of_place // of_batch}
-    else:
-        size = max(one for one in range(1, most + 1) if each % one == 0)
-        update = {"micro_batch_size": size, "micro_batches": each // size}
+    small = [one for one in together if all(np.less_equal(parts(one, own), most))] or together[:1]
+    # Of all that suits the shares best, the fewest micro-batches.
+    of_batch = min(small, key=lambda one: (round(crowding(one, own), 9), -one))
+    update = {"micro_batch_size": of_batch / len(own), "micro_batches": of_place // of_batch}
     changed = build(Training, training.model_dump(mode="json") | update, "training")
     return found, workload.model_copy(update={"training": changed})
 
 
-def of_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> Workload:
-    """The workload in which ``sites`` by themselves have the sequences together that they have among all of the cluster's."""
-    sequences = zip(cluster.site_names, site_sequences(cluster, workload), strict=True)
-    mine = [number for name, number in sequences if name in sites]
-    mean = sum(mine) // len(mine) if sum(mine) % len(mine) == 0 else sum(mine) / len(mine)
-    return workload.model_copy(update={"training": workload.training.model_copy(update={"micro_batch_size": mean})})
-
-
-def sequences_together(batch: int, sites: int) -> list[int]:
-    """Sequences that a micro-batch may have, fewest first, counted of one rank of each site together, so that none of so many
-    sites is without. ``batch``: sequences of a step, counted likewise."""
+def sequences_together(batch: int, groups: Iterable[Sequence[float]]) -> list[int]:
+    """Sequences that a micro-batch may have, fewest first, counted of one rank of each site together, so that none of the sites
+    of a group is without. ``batch``: sequences of a step, counted likewise; ``groups``: the sites' ``Site.tokens`` in each."""
+    every = {tuple(group) for group in groups}
+    fewest = max((len(group) for group in every), default=1)
+    uneven = [group for group in every if len(set(group)) > 1]
     small = [number for number in range(1, isqrt(batch) + 1) if batch % number == 0]
-    return sorted({one for number in small for one in (number, batch // number) if one >= sites})
+    found = sorted({one for number in small for one in (number, batch // number) if one >= fewest})
+    return [one for one in found if all(all(parts(one, group)) for group in uneven)]
 
 
 def site_shares(cluster: Cluster, workload: Workload) -> FloatArray:

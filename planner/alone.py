@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybridep.errors import HybridEPError, InfeasibleError
 from hybridep.plan import Plan
-from hybridep.shares import on_sites, unequal_shares
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.choose import plan
@@ -28,8 +28,8 @@ def alone(
     constraints: Constraints | None = None,
 ) -> Plan | None:
     """The best plan for one site of several (of a site with pods, for one of these), with the whole global batch; None where none
-    has room, or sequences to share, where none by itself keeps the rules, and where sites have unequal shares."""
-    if cluster.sizes[0] == 1 or unequal_shares(cluster):
+    has room, or sequences to share, and where none by itself keeps the rules."""
+    if cluster.sizes[0] == 1:
         return None
     try:
         rules = StageRules(cluster, workload.model.num_experts, constraints)

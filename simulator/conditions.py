@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
+from scipy.special import ndtri
 
 from hybridep.arrays import FloatArray, IntArray
 from hybridep.config import Duration, Size, Strict, read_csv
@@ -167,6 +170,9 @@ class LinkFactors:
         self._changes = [(change, self._called[change.links]) for change in changes]
         self._jitter = [(jitter, _matching(link_names, jitter.links)) for jitter in conditions.jitter]
         self._num_links = len(link_names)
+        names = link_names if conditions.jitter else ()
+        self._keys = np.array([int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) for name in names], dtype=np.uint64)
+        """[links]: what each draws by, the same whatever other links there are."""
         ends = {change.end_s for change in changes if math.isfinite(change.end_s)}
         self._times_s = sorted({change.start for change in changes} | ends)
 
@@ -206,8 +212,8 @@ class LinkFactors:
             if change.start <= now_s < change.end_s:
                 factor[links] *= change.factor
         for number, (jitter, links) in enumerate(self._jitter):
-            draw = np.random.default_rng([self._seed, number, _period(now_s, jitter.period)])
-            factor[links] *= np.exp(-np.abs(draw.normal(0.0, jitter.spread, links.size)))
+            key = np.random.SeedSequence([self._seed, number, _period(now_s, jitter.period)]).generate_state(1, np.uint64)
+            factor[links] *= np.exp(-np.abs(jitter.spread * _normal(self._keys[links] ^ key)))
         return factor
 
     def next_s(self, now_s: float) -> float:
@@ -249,6 +255,15 @@ def _period(now_s: float, period_s: float) -> int:
     """Which period it is now, counted from 0; one begins at exactly its number times its length."""
     nearest = round(now_s / period_s)
     return nearest if nearest * period_s <= now_s else nearest - 1
+
+
+def _normal(keys: NDArray[np.uint64]) -> FloatArray:
+    """[keys]: a draw from the standard normal distribution by each key (SplitMix64's output function; Steele et al., 2014)."""
+    mixed = keys
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    return np.asarray(ndtri(((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53))
 
 
 def _matching(names: Sequence[str], pattern: str) -> IntArray:

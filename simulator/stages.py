@@ -16,7 +16,7 @@ from hybridep.arrays import FloatArray, IntArray
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
 from hybridep.errors import ConfigError
-from hybridep.pipeline import PipelinePlan, StagePlan, order_of_passes, stage_workload
+from hybridep.pipeline import PipelinePlan, StagePlan, check_homes, order_of_passes, stage_workload
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
 from hybridep.shares import owners
@@ -70,7 +70,7 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> PipelinePlan:
 
     Layers are split as evenly as they can be, the first stages having one more. There are `stages` times the micro-batches, so
     that the global batch is the same.
-    Raises PipelineError where sites or layers cannot be split so, or where sites take unequal shares of tokens or experts.
+    Raises PipelineError where sites or layers cannot be split so.
     """
     cluster, workload = plan.cluster, plan.workload
     sites = cluster.sizes[0]
@@ -81,16 +81,18 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> PipelinePlan:
     try:
         for number, layers in enumerate(split_sizes(workload.model.num_layers, stages)):
             members = names[number * per_stage : (number + 1) * per_stage]
+            check_homes(cluster, number, range(number * per_stage, (number + 1) * per_stage))
+            own = by_themselves(cluster, members)
             part = stage_workload(
                 workload,
                 cluster,
                 number=number,
                 first_layer=first,
                 num_layers=layers,
-                num_sites=per_stage,
+                sites=own,
                 micro_batches=workload.training.micro_batches * stages,
             )
-            group = baseline_group(by_themselves(cluster, members), part, inside)
+            group = baseline_group(own, part, inside)
             made.append(StagePlan(sites=members, num_layers=layers, layers=(group,)))
             first += layers
         data = {

@@ -161,7 +161,7 @@ def cluster_and_workload(cluster: str, workload: str, overrides: Iterable[str]) 
 
 def without_sites(cluster: Cluster, workload: Workload, names: Iterable[str]) -> tuple[Cluster, Workload]:
     """The other sites, and the global batch shared out among them; the name of a site with pods means all of them. Raises
-    UserError for a name that no site has, where none is left, and where sites have unequal shares."""
+    UserError for a name that no site has, and where none is left."""
     left, named = list(cluster.site_names), list[str]()
     for name in names:
         if not any(name in cluster.site_labels(dc) for dc in range(cluster.sizes[0])):

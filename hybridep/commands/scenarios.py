@@ -16,7 +16,7 @@ from hybridep.commands.named_plans import BASELINES, named_plan
 from hybridep.errors import InfeasibleError, NoSolutionError, UserError
 from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.routing import Routing, load_routing
-from hybridep.shares import of_sites, on_sites, unequal_shares
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.units import format_seconds
 
@@ -153,9 +153,9 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     if scenario.course != Course():
 
         def anew(cluster: Cluster) -> AnyPlan:
-            # As training does: the sites that are left share out the batch, but where sites have shares of their own.
+            # As training does: the sites that are left share out the batch.
             whole, names = (plan.cluster, plan.workload), cluster.site_names
-            left = of_sites(*whole, names) if unequal_shares(whole[0]) else on_sites(*whole, names)[1]
+            left = on_sites(*whole, names)[1]
             try:
                 return named_plan(scenario.plan, cluster, left, time_limit_s=scenario.planning_time, before=plan)
             except (InfeasibleError, NoSolutionError) as error:

@@ -86,7 +86,6 @@ def write_in_stages(request: StagesRequest) -> None:
     from hybridep.commands import pools
     from hybridep.commands.sites_choice import Staged, plan_sites, search_on
     from hybridep.commands.stage_choice import StageChoice
-    from hybridep.shares import unequal_shares
 
     def tell(words: str) -> None:
         note(f"hybridep plan: {words}")
@@ -132,7 +131,7 @@ def write_in_stages(request: StagesRequest) -> None:
         if request.compare:
             others = planner.compare_planners(made.best, wishes.constraints)
         files = save()
-        if request.fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
+        if request.fewer and len(asked.sites) > 1:
             least = planner.least_of_any(cluster, workload, wishes)
         if len(made.asked.sites) > 1:
             # Of all sites and their micro-batches: what fewer sites have are smaller, and would slow it down.

@@ -1,14 +1,14 @@
 """What no pipeline of two stages or more is below, whatever its stages; and what no plan for any of the sites is below.
 
 A site in a stage works on a share of all sequences, which is the same for all of the stage's n sites but for one sequence of each
-micro-batch. So this share of all activations leaves it forward, for the next stage, and of their gradients back, for the one
-before; as much comes to it. Only in the first and the last stage it is half of that, and there are two of those: their sites'
-shares make two together. Between the sites of a stage each layer is exchanged: a site that holds h of a layer's experts has
-fetched what is not its own of them, gives back their gradients, and sends each token away that chose another one, forward and
-backward. Whatever h is, each layer takes that much of its access links, beside what its own attention computes, and all sites of
-the stage together compute all of it. So in a given time a site carries so many layers, whole ones, one at least, with each share;
-and all sites' layers times their shares, or over the sizes of their stages, must make up the model. And all computation, shared
-perfectly, takes its time.
+micro-batch; or, where sites have shares of their own (``Site.tokens``), what its weight among others comes to. So this share
+of all activations leaves it forward, for the next stage, and of their gradients back, for the one before; as much comes to it.
+Only in the first and the last stage it is half of that, and there are two of those: their sites' shares make two together.
+Between the sites of a stage each layer is exchanged: a site that holds h of a layer's experts has fetched what is not its own of
+them, gives back their gradients, and sends each token away that chose another one, forward and backward. Whatever h is, each
+layer takes that much of its access links, beside what its own attention computes, and all sites of the stage together compute all
+of it. So in a given time a site carries so many layers, whole ones, one at least, with each share; and all sites' layers times
+their shares, or over the sizes of their stages, must make up the model. And all computation, shared perfectly, takes its time.
 
 Where sites may be left out each adds what it can, or nothing; and some may have all layers together, without stages, so that no
 activations pass.
@@ -18,8 +18,9 @@ Links of pairs, latencies, micro-batches, memory and trunks are left out, and wh
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -41,6 +42,8 @@ _PRICES, _FEW_PRICES = 40, 5
 """Prices of being first or last that are tried for each time, and where there is more to do."""
 _MANY = 2**15
 """Sites times sizes of stages above which fewer prices are tried, and near shares of the sequences count as one."""
+_PARTS = 8
+"""Of the range of a site's possible shares, where sites have shares of their own."""
 _NEAR = 1.5
 """How many times as large as the least of some shares the largest may be where these count as one."""
 
@@ -86,44 +89,52 @@ class _Sites:
 
     def __init__(self, cluster: Cluster, workload: Workload, codecs: Codecs, most: int, *, alike: bool) -> None:
         model, training, number = workload.model, workload.training, cluster.sizes[0]
-        wire, (sizes, share, self._most_share) = Wire(workload=workload, codecs=codecs), _shares(cluster, workload, most)
+        wire, access = Wire(workload=workload, codecs=codecs), np.array(cluster.access_bytes_per_s)
+        # Figures of ranks that share processors are those while all of them compute.
+        sharing = cluster.gpu.sharing * cluster.num_gpus / number
+        gpus = [cluster.site_gpus[site] for site in range(number)]
+        speeds = np.array([[gpu.throughput, max(gpu.throughput, gpu.expert_flops_per_s)] for gpu in gpus]) * sharing
+        weights = [cluster.token_weights, cluster.home_weights]
+        every, self._count = np.unique(np.column_stack([*access, speeds, *weights]), axis=0, return_counts=True)
+        own = every[:, 4:] if any(map(np.ptp, weights)) else np.ones((1, 2))
+        sizes, share, self._most_share = _shares(cluster, workload, most, own[:, 0])
         tokens = float(training.tokens * training.micro_batches * cluster.num_gpus)
         self._layers, self._sizes, self._share = model.num_moe_layers, sizes, share
-        """``_sizes``, ``_share`` and ``_most_share`` [ways]: the sizes of a site's stage, and its shares of the sequences."""
+        """``_sizes`` [ways], ``_share`` and ``_most_share`` [sites or 1, ways]: the sizes of a site's stage, and its share of the
+        sequences."""
         self._step_bytes = tokens * wire.activation_row_bytes
         """Bytes of all sequences' activations in a step, from one stage to the next."""
         rows_bytes = (wire.row_there_bytes, wire.row_back_bytes)
         copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
-        # [up or down, ways]: of one layer.
-        self._layer_bytes = np.zeros((2, sizes.size))
+        # [up or down, sites or 1, ways]: of one layer.
+        self._layer_bytes = np.zeros((2, *share.shape))
         self._numbers, self._sent_bytes = np.arange(1, most + 1), np.zeros(most)
         """``_numbers``: the sizes of stages; ``_sent_bytes``: what a site of each sends of one layer at least, mean over its
         stage's sites."""
         if alike and model.capacity_factor is None:
             away = least_hit(gating(workload), np.arange(model.num_experts))[::-1]
             for size in self._numbers[1:].tolist():
-                mine = sizes == size
-                own = tokens * share[mine]
-                self._layer_bytes[:, mine] = _least_bytes(away, size, own, rows_bytes, copy_bytes)
-                self._sent_bytes[size - 1] = _least_sent_bytes(away, size, float(own.min()), sum(rows_bytes), sum(copy_bytes))
+                mine = np.flatnonzero(sizes == size)
+                homes = _most_homes(model.num_experts, cluster.home_weights, own[:, 1], size)
+                for site, home in enumerate(homes):
+                    rows = tokens * share[site, mine]
+                    self._layer_bytes[:, site, mine] = _least_bytes(away, home, rows, rows_bytes, copy_bytes)
+                least, alike_homes = tokens * float(share[:, mine].min()), np.ptp(cluster.home_weights) == 0
+                self._sent_bytes[size - 1] = _least_sent_bytes(
+                    away, size, least, sum(rows_bytes), sum(copy_bytes), alike=bool(alike_homes)
+                )
         dense_bytes = _dense_bytes(cluster, wire, self._numbers)
         self._layer_bytes += dense_bytes[sizes - 1]
         self._sent_bytes += dense_bytes
         self._attention_flops = 3 * workload.pre_expert_flops / training.tokens * tokens * share
-        # Figures of ranks that share processors are those while all of them compute.
-        sharing = cluster.gpu.sharing * cluster.num_gpus / number
-        gpus = [cluster.site_gpus[site] for site in range(number)]
-        speeds = np.array([[gpu.throughput, max(gpu.throughput, gpu.expert_flops_per_s)] for gpu in gpus]) * sharing
         self._whole_flops = 3 * (workload.pre_expert_flops + _expert_flops(workload)) / training.tokens * tokens
-        access = np.array(cluster.access_bytes_per_s)
         self._most_access = np.cumsum(-np.sort(-access, axis=1), axis=1)[:, :most]
         """[up or down, numbers]: bytes/s of so many sites together, the ones with the widest links."""
-        every, self._count = np.unique(np.column_stack([*access, speeds]), axis=0, return_counts=True)
         self._access, self._speed = every.T[:2], every[:, 2:3]
         fastest = np.concatenate([[0.0], np.cumsum(-np.sort(-speeds[:, 1]))])
         self._all_computed_s = _all_flops(cluster, workload) / fastest[sizes]
         """[ways]: seconds in which as many sites as a stage has, the fastest ones, compute all."""
-        self._speeds = every[:, 3:] + np.minimum(fastest[sizes - 1], fastest[sizes] - every[:, 3:])
+        self._speeds = every[:, 3:4] + np.minimum(fastest[sizes - 1], fastest[sizes] - every[:, 3:4])
         """[sites, ways]: FLOP/s of a stage's sites together, of which the others are the fastest ones."""
 
     def _carried(self, step_s: float) -> FloatArray:
@@ -171,9 +182,9 @@ class _Sites:
             yield np.maximum(means, 0.0) if idle else means
 
     def _could(self, able: FloatArray, counts: FloatArray, fewest: FloatArray | None = None) -> bool:
-        """``able``: layers as `_carried` has them; ``counts`` [ways]: how much each of them counts, which makes one for all of a
-        stage's sites together, so that each of its layers counts once. ``fewest`` [ways]: how much at least, where it may be
-        less; then ``counts`` are the most."""
+        """``able``: layers as `_carried` has them; ``counts`` [ways, or sites, ways]: how much each of them counts, which is one
+        for all of a stage's sites together, so that each of its layers counts once. ``fewest``: how much at least, where it may
+        be less; then ``counts`` are the most."""
         middle, finite = (able[0] * counts).max(axis=1), able[np.isfinite(able)]
         fewest = counts if fewest is None else fewest
 
@@ -201,11 +212,20 @@ class _Sites:
         return True
 
 
-def _shares(cluster: Cluster, workload: Workload, most: int) -> tuple[IntArray, FloatArray, FloatArray]:
-    """[ways] sizes of stages, and shares of the sequences that a site may have in one: as many as its others, but for one of a
-    micro-batch (``hybridep.shares``). From the least to the most, since of many those that are near to each other are one."""
+def _shares(cluster: Cluster, workload: Workload, most: int, own: FloatArray) -> tuple[IntArray, FloatArray, FloatArray]:
+    """[ways] sizes of stages, and [sites, ways] shares of the sequences that a site may have in one, from the least to the most:
+    as many as its others, but for one of a micro-batch (``hybridep.shares``), where of many those that are near to each other are
+    one. ``own`` [sites]: their ``Site.tokens``; where these differ what they may be in a stage of so many, in parts."""
     batch = sequences_of_place(workload, cluster)
-    every, found = sequences_together(batch, 1), list[tuple[int, float, float]]()
+    every, found = sequences_together(batch, ()), list[tuple[int, float, float]]()
+    if np.ptp(cluster.token_weights):
+        ranges = [_weighted_shares(every, cluster.token_weights, own, size) for size in range(1, most + 1)]
+        edges = [low * (high / low) ** np.linspace(0, 1, _PARTS + 1) for low, high in ranges]
+        return (
+            np.repeat(np.arange(1, most + 1), _PARTS),
+            np.concatenate([one[:, :-1] for one in edges], axis=1),
+            np.concatenate([one[:, 1:] for one in edges], axis=1),
+        )
     near = _NEAR if cluster.sizes[0] * most > _MANY else 1.0
     for size in range(1, most + 1):
         together = every[bisect_left(every, size) :]
@@ -215,31 +235,63 @@ def _shares(cluster: Cluster, workload: Workload, most: int) -> tuple[IntArray, 
             else:
                 found.append((size, share, share))
     sizes, least, largest = zip(*found, strict=True)
-    return np.array(sizes), np.array(least), np.array(largest)
+    shape = len(own), len(sizes)
+    return np.array(sizes), np.broadcast_to(least, shape), np.broadcast_to(largest, shape)
+
+
+def _weighted_shares(together: Sequence[int], weights: FloatArray, own: FloatArray, size: int) -> tuple[FloatArray, FloatArray]:
+    """[sites, 1] each: the least and the largest share of the sequences that a site of weight ``own`` [sites] may have in a stage
+    of so many of all sites (``weights``), with any number of ``together`` in a micro-batch, whole sequences and one at least."""
+    ordered, number = np.sort(weights), np.array([one for one in together if one >= size])
+    others = [np.delete(ordered, np.searchsorted(ordered, one)) for one in own]
+    lightest = own + [one[: size - 1].sum() for one in others]
+    heaviest = own + [one[len(one) - size + 1 :].sum() for one in others]
+    low = np.maximum(np.floor(number * (own / heaviest)[:, None] - _WHOLE), 1) / number
+    high = np.minimum(np.ceil(number * (own / lightest)[:, None] + _WHOLE), number - size + 1) / number
+    return low.min(axis=1, keepdims=True), high.max(axis=1, keepdims=True)
+
+
+def _most_homes(experts: int, weights: FloatArray, own: FloatArray, size: int) -> list[int]:
+    """[sites]: experts that may live at a site of weight ``own`` [sites] (``Site.experts``) at most, in a stage of so many of all
+    sites (``weights``)."""
+    if np.ptp(weights) == 0:
+        return [-(-experts // size)] * len(own)
+    ordered, found = np.sort(weights), list[int]()
+    for one in own:
+        lightest = np.delete(ordered, np.searchsorted(ordered, one))[: size - 1].sum()
+        found.append(min(math.ceil(experts * one / (one + lightest) + _WHOLE), experts) if one > 0 else 0)
+    return found
 
 
 def _least_bytes(
-    away: FloatArray, size: int, tokens: FloatArray, rows_bytes: tuple[int, int], copy_bytes: tuple[int, int]
+    away: FloatArray, home: int, tokens: FloatArray, rows_bytes: tuple[int, int], copy_bytes: tuple[int, int]
 ) -> FloatArray:
-    """[up or down, shares]: over a site's access link, of one layer in a stage of so many sites, by the site's tokens [shares];
-    whatever it holds. ``away`` [E + 1]: the share of tokens, at least, that need others where so many experts are held."""
+    """[up or down, shares]: over a site's access link, of one layer in a stage, by the site's tokens [shares]; whatever it holds
+    beside the ``home`` experts that live there at most. ``away`` [E + 1]: the share of tokens, at least, that need others where
+    so many experts are held."""
     experts = len(away) - 1
-    home = -(-experts // size)
     held = np.arange(min(home, experts), experts + 1)
     copies = (held - home).clip(0)[:, None]
     both = [copies * copy + np.outer(away[held], tokens) * rows for copy, rows in zip(copy_bytes, rows_bytes, strict=True)]
     return np.stack([one.min(axis=0) for one in both])
 
 
-def _least_sent_bytes(away: FloatArray, size: int, tokens: float, row_bytes: int, copy_bytes: int) -> float:
+def _least_sent_bytes(
+    away: FloatArray, size: int, tokens: float, row_bytes: int, copy_bytes: int, *, alike: bool = True
+) -> float:
     """Of one layer, all that the sites of a stage of so many send each other, over their number; whatever they hold. ``tokens``:
-    of each, at least; ``row_bytes`` there and back, ``copy_bytes`` of a copy and its gradient."""
+    of each, at least; ``row_bytes`` there and back, ``copy_bytes`` of a copy and its gradient. ``alike``: as many experts live
+    at each, but for one."""
     experts = len(away) - 1
-    each, more = divmod(experts, size)
-    held = np.arange(each, experts + 1)
-    away_bytes = tokens * row_bytes * away[held]
-    least = [float(((held - home) * copy_bytes + away_bytes)[home - each :].min()) for home in (each, each + (more > 0))]
-    return ((size - more) * least[0] + more * least[1]) / size
+    held, (each, more) = np.arange(experts + 1), divmod(experts, size)
+    least = np.minimum.accumulate((held * copy_bytes + tokens * row_bytes * away)[::-1])[::-1] - held * copy_bytes
+    if alike:
+        return float((size - more) * least[each] + more * least[min(each + 1, experts)]) / size
+    # Of any numbers with this mean: as much as two of them, on either side of it.
+    mean = experts / size
+    below, above = held[held <= mean][:, None], held[held > mean - 1e-9]
+    share = (mean - below) / np.maximum(above - below, 1e-9)
+    return float(((1 - share) * least[below] + share * least[above]).min())
 
 
 def _dense_bytes(cluster: Cluster, wire: Wire, sizes: IntArray) -> FloatArray:

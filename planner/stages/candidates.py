@@ -177,7 +177,10 @@ class Candidates:
             if ranks > MOST_RANKS:
                 self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
                 continue
-            possible = unevenness(self.workload, cluster, [len(group) for group in groups])
+            possible = unevenness(self.workload, cluster, groups)
+            if not possible:
+                self.why = f"in {stages} stages some site's share (sites.*.tokens) of every possible micro-batch is no sequence"
+                continue
             choices = numbers_about(possible, stages, (*BATCHES, *(MANY_BATCHES if tight else ())))
             middle = number_about(possible, BATCHES[len(BATCHES) // 2] * stages)
             layer_s = {group: self._layer_s(group, middle) for group in groups}
@@ -383,7 +386,7 @@ class Candidates:
                 number=number,
                 first_layer=first_layer,
                 num_layers=num_layers,
-                num_sites=len(sites),
+                sites=own,
                 micro_batches=micro_batches,
             )
             self._stages[key] = Plan(

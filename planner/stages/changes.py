@@ -49,12 +49,6 @@ def _other_sites(groups: Groups) -> Iterator[Groups]:
         yield (*groups[:first], *groups[first : last + 1][::-1], *groups[last + 1 :])
 
 
-def groups_of(plan: PipelinePlan) -> Groups:
-    """Sites of each stage by number."""
-    number = {name: site for site, name in enumerate(plan.cluster.site_names)}
-    return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
-
-
 def layers_of(plan: PipelinePlan) -> list[int]:
     """[stages]: layers of each."""
     return [stage.num_layers for stage in plan.stages]

@@ -70,11 +70,10 @@ def sites_that_pay(
     report: Report | None = None,
 ) -> Paying:
     """The sites of the best pipeline, or plan without stages, that was found; all of them where fewer save little. Rules hold
-    among those (``among``). ``report``: told ("plan", seconds) of each that is better than those before. Raises PlacementError
-    where sites have unequal shares, of which none can be left out, and what ``plan_pipeline`` raises where none is possible."""
+    among those (``among``). ``report``: told ("plan", seconds) of each that is better than those before. Raises what
+    ``plan_pipeline`` raises where none is possible."""
     wishes = wishes or StageWishes()
     wishes.check(cluster)
-    on_sites(cluster, workload, cluster.site_names)
     begun_s, rules = now_s(), StageRules(cluster, workload.model.num_experts, wishes.constraints)
     asked = wishes
     if asked.max_loss is not None:

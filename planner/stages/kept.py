@@ -13,7 +13,7 @@ from hybridep.topology import Cluster
 from planner.clock import now_s
 from planner.stages.batches import BATCHES, FEW_BATCHES, numbers_about, unevenness
 from planner.stages.candidates import AHEAD
-from planner.stages.changes import groups_of, layers_of
+from planner.stages.changes import layers_of
 from planner.stages.costs import Costed, costed, rooms
 from planner.stages.inside import Store, fitting
 from planner.stages.neighbours import merged
@@ -59,8 +59,8 @@ class _Kept(Search):
     def _in_batches(self, held: PipelinePlan) -> None:
         """Walk through the stages, placed anew, in all numbers of micro-batches that are sketched to be about best, as far as
         there is time, and in one at least."""
-        path, layers, stages = groups_of(held), layers_of(held), len(held.stages)
-        possible = unevenness(held.workload, held.cluster, [len(stage.sites) for stage in held.stages])
+        path, layers, stages = held.groups, layers_of(held), len(held.stages)
+        possible = unevenness(held.workload, held.cluster, held.groups)
         numbers = {*numbers_about(possible, stages, (*FEW_BATCHES, *BATCHES)), held.micro_batches}
         about_s = {number: self.candidates.soonest_s(path, layers, number) for number in numbers}
         longest_s, walked = math.inf, set[int]()
@@ -91,7 +91,7 @@ class _Kept(Search):
         store = self.candidates.store
         lasting = all(copies_last(one.layers, codecs) for one in held.plans for codecs in plan.codecs.values())
         for ahead in AHEAD:
-            made = self.candidates.whole(groups_of(plan), layers_of(plan), plan.micro_batches, ahead)
+            made = self.candidates.whole(plan.groups, layers_of(plan), plan.micro_batches, ahead)
             if made is None:
                 continue
             whole, anew = made

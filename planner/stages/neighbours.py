@@ -236,17 +236,18 @@ class Neighbours:
     def _change(self, name: str, path: Sequence[tuple[int, ...]], layers: Sequence[int]) -> _Change:
         """In as many micro-batches as the plan where its sites can share those out, else about as many."""
         possible, own = self._possible(path), self.plan.micro_batches
-        number = own if own in possible else number_about(possible, own)
+        number = own if own in possible or not possible else number_about(possible, own)
         return _Change(
             name + (f", {counted(number, 'micro-batch')}" if number != own else ""), tuple(path), tuple(layers), number
         )
 
     def _possible(self, path: Sequence[tuple[int, ...]]) -> dict[int, float]:
-        return unevenness(self.plan.workload, self.plan.cluster, [len(group) for group in path])
+        return unevenness(self.plan.workload, self.plan.cluster, path)
 
     def _likeliest(self, changes: Iterable[_Change]) -> Iterator[Neighbour]:
         """Those of the changes that are sketched to take least."""
-        some = list(islice(changes, max(self._walks_left // 2, 0)))
+        possible = (one for one in changes if self._possible(one.path) and all(map(self._rules.possible, one.path)))
+        some = list(islice(possible, max(self._walks_left // 2, 0)))
         if len(some) > _LIKELIEST:
             self._walks_left -= len(some)
             ahead, sketch_s = self.plan.ahead, self._candidates.sketch_s

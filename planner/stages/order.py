@@ -54,7 +54,7 @@ def ordered(
     busy_s, way_s = steps_s(cluster, groups, batch_bytes)
     if apart is not None and apart.any():
         # The fewer of them the better, whatever the others take.
-        barred = barred_steps(groups, apart)
+        barred = barred_steps(groups, apart, cluster.token_weights)
         busy_s, way_s = (each_s + barred * (each_s.sum() + pace_s) for each_s in (busy_s, way_s))
     starts = np.argsort(-way_s.sum(axis=1), kind="stable")[:_STARTS]
     found = []
@@ -77,33 +77,36 @@ def steps_s(cluster: Cluster, groups: Groups, batch_bytes: float) -> tuple[Float
     """[groups, groups] each: seconds for which one micro-batch keeps the links between two groups busy, there or back, whichever
     is longer; and seconds until it has arrived."""
     per_byte, latency_s = way_s_per_byte(cluster), cluster.site_latency_s
-    number = len(groups)
+    number, weights = len(groups), cluster.token_weights
     busy_s, way_s = np.zeros((number, number)), np.zeros((number, number))
     for a in range(number):
         for b in range(a):
-            one, other, part = facing(groups[a], groups[b])
+            one, other, part = facing(groups[a], groups[b], weights)
             there, back = (per_byte[ends] * part * batch_bytes for ends in ((one, other), (other, one)))
             busy_s[a, b] = busy_s[b, a] = max(there.max(), back.max())
             way_s[a, b] = way_s[b, a] = max((there + latency_s[one, other]).max(), (back + latency_s[other, one]).max())
     return busy_s, way_s
 
 
-def barred_steps(groups: Groups, apart: BoolArray) -> BoolArray:
-    """[groups, groups]: whether something would pass between two groups where nothing may."""
+def barred_steps(groups: Groups, apart: BoolArray, weights: FloatArray) -> BoolArray:
+    """[groups, groups]: whether something would pass between two groups where nothing may. ``weights`` as for ``facing``."""
     number = len(groups)
     found = np.zeros((number, number), dtype=np.bool_)
     for a in range(number):
         for b in range(a):
-            one, other, _ = facing(groups[a], groups[b])
+            one, other, _ = facing(groups[a], groups[b], weights)
             found[a, b] = found[b, a] = apart[one, other].any()
     return found
 
 
-def facing(one: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sites of two stages that share sequences, and the share of a micro-batch that each pair has."""
-    ends = np.unique(np.concatenate([np.arange(len(each) + 1) / len(each) for each in (one, other)]).round(12))
+def facing(one: Sequence[int], other: Sequence[int], weights: FloatArray) -> tuple[IntArray, IntArray, FloatArray]:
+    """Sites of two stages that share sequences, and the share of a micro-batch that each pair has. ``weights`` [D]: how much each
+    site takes against others of its stage."""
+    both = [np.asarray(sorted(each)) for each in (one, other)]
+    every = [np.concatenate([[0.0], np.cumsum(weights[sites])]) / weights[sites].sum() for sites in both]
+    ends = np.unique(np.concatenate(every).round(12))
     middle = (ends[:-1] + ends[1:]) / 2
-    places = [np.asarray(sorted(each))[(middle * len(each)).astype(np.int64)] for each in (one, other)]
+    places = [sites[np.searchsorted(own, middle, side="right") - 1] for sites, own in zip(both, every, strict=True)]
     return places[0], places[1], np.diff(ends)
 
 

@@ -1,4 +1,5 @@
-"""Rules that pipelines keep: between the sites of each stage as without stages, and along the ways between stages.
+"""Rules that pipelines keep: between the sites of each stage as without stages, and along the ways between stages. And sites at
+which no experts live are no stage by themselves.
 
 Every stage computes all tokens, so no pipeline can keep some sites' tokens there; a link that neither tokens nor copies may cross
 carries no activations either.
@@ -31,7 +32,7 @@ class StageRules:
         self.cluster, self.num_experts = cluster, num_experts
         self._rules = constraints.rules if constraints is not None else ()
         self._sites = [rule_masks(cluster, rule) for rule in self._rules]
-        size = cluster.sizes[0]
+        size, self._homes = cluster.sizes[0], cluster.home_weights
         self.apart: BoolArray = np.zeros((size, size), dtype=np.bool_)
         """[D, D]: no activations may pass between them."""
         for rule, (chosen, others) in zip(self._rules, self._sites, strict=True):
@@ -67,13 +68,15 @@ class StageRules:
         allowed = self.permitted(stage)
         return "" if allowed is None else f"{allowed.serve.tobytes()!r} {allowed.hold.tobytes()!r}"
 
-    def possible(self, group: Iterable[int]) -> bool:
+    def possible(self, group: Sequence[int]) -> bool:
         """Whether the rules let these sites be a stage."""
         return self._lack(group) == 0
 
-    def why_not(self, group: Iterable[int]) -> str:
+    def why_not(self, group: Sequence[int]) -> str:
         """What says why these sites may not be a stage. Raises ValueError where they may."""
         names = [self.cluster.site_name(site) for site in sorted(group)]
+        if not self._homes[list(group)].any():
+            return f"no experts live at {', '.join(names)} (sites.*.experts), which would be a stage"
         rules = self._of(group)[0]
         assert rules is not None
         try:
@@ -120,8 +123,10 @@ class StageRules:
                 return False
         return self.passes(plan)
 
-    def _lack(self, group: Iterable[int]) -> int:
-        """Experts that can be computed nowhere, counted for each site of the stage."""
+    def _lack(self, group: Sequence[int]) -> int:
+        """Experts that can be computed nowhere, counted for each site of the stage; all of them where none live."""
+        if not self._homes[list(group)].any():
+            return self.num_experts
         allowed = self._of(group)[1]
         return 0 if allowed is None else int((allowed.fallback < 0).sum())
 

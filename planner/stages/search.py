@@ -29,10 +29,10 @@ from planner.evaluate import require_few_experts
 from planner.goal import Goal, Worth
 from planner.plans import solver_report
 from planner.sites.grouping import Groups
-from planner.stages.batches import BATCHES, FEW_BATCHES, number_about, numbers_about, unevenness
+from planner.stages.batches import BATCHES, FEW_BATCHES, beside, number_about, numbers_about, unevenness
 from planner.stages.bound import least_s, least_usd
 from planner.stages.candidates import AHEAD, OFTEN, Candidate, Candidates
-from planner.stages.changes import changed, groups_of, layers_of, turn
+from planner.stages.changes import changed, layers_of, turn
 from planner.stages.costs import WORTH, Costed, costed, is_better, least_again, predicted, rooms, without_stages
 from planner.stages.inside import Inside, Store, fitting, of_alike, searched
 from planner.stages.rules import StageRules
@@ -185,7 +185,7 @@ def _require_stages(cluster: Cluster, workload: Workload) -> None:
     """Raises UserError where stages are no way to divide the model."""
     require_few_experts(cluster, workload)
     try:
-        check_stageable(cluster, workload.model)
+        check_stageable(workload.model)
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -325,9 +325,10 @@ class Search:
         """Walk through the stages with other numbers of micro-batches, the best by sketches first, up to such a share of the time
         limit."""
         plan = found.plan
-        possible = unevenness(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
+        possible = unevenness(plan.workload, plan.cluster, plan.groups)
         few = FEW_BATCHES if len(plan.stages) <= _SHORT else ()
-        numbers, path, layers = numbers_about(possible, len(plan.stages), (*few, *BATCHES)), groups_of(plan), layers_of(plan)
+        path, layers = plan.groups, layers_of(plan)
+        numbers = {*numbers_about(possible, len(plan.stages), (*few, *BATCHES)), *beside(possible, plan.micro_batches)}
         about_s = {number: self.candidates.soonest_s(path, layers, number) for number in (*numbers, plan.micro_batches)}
         least_s = min(about_s.values())
         for micro_batches in sorted(numbers, key=lambda number: (about_s[number], -number)):
@@ -355,7 +356,7 @@ class Search:
         """Random changes of each, and what was met on the way in full, each in as much of the time that there is for it, up to
         such a share of the limit."""
         for left, one in zip(range(len(every), 0, -1), every, strict=True):
-            start = Sketch(groups_of(one.plan), tuple(layers_of(one.plan)), one.plan.micro_batches, one.plan.ahead)
+            start = Sketch(one.plan.groups, tuple(layers_of(one.plan)), one.plan.micro_batches, one.plan.ahead)
             for met in wander(self.candidates, start, _MET, self._rng, now_s() + self._left_s(share) / left):
                 if (candidate := self.candidates.of(met.path, met.layers, met.micro_batches)) is not None:
                     self._walk(candidate)
@@ -372,12 +373,12 @@ class Search:
         rng, left, looks, first, improved = np.random.default_rng(0), self.changes, self.looks, best, True
         # To list all changes among a thousand sites takes seconds.
         while improved and now_s() <= until_s:
-            own, busy, improved = groups_of(best.plan), best.times.busiest_sites, False
+            own, busy, improved = best.plan.groups, best.times.busiest_sites, False
             changes = list(changed(own, layers_of(best.plan)))
             about_s = math.inf
             if sketched:
                 plan = best.plan
-                about_s = self.candidates.sketch_s(groups_of(plan), layers_of(plan), plan.micro_batches, plan.ahead)
+                about_s = self.candidates.sketch_s(plan.groups, layers_of(plan), plan.micro_batches, plan.ahead)
             for place in sorted(rng.permutation(len(changes)), key=lambda place: turn(changes[place][0], own, busy)):
                 if not left or not looks or now_s() > until_s:
                     return
@@ -404,7 +405,9 @@ class Search:
     def _with_change(self, best: Costed, path: Groups, layers: Sequence[int] | None, about_s: float) -> Costed | None:
         """The pipeline with other sites in its stages, or other layers, as far ahead; None where that is not possible or cannot
         be faster, or is sketched to be no faster than ``best``, which takes ``about_s``, if that is known."""
-        possible = unevenness(best.plan.workload, best.plan.cluster, [len(group) for group in path])
+        possible = unevenness(best.plan.workload, best.plan.cluster, path)
+        if not possible:
+            return None
         micro_batches = number_about(possible, best.plan.micro_batches)
         layers = layers or self.candidates.layers(path, micro_batches)
         if layers is None:

@@ -15,8 +15,9 @@ import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Speed
-from hybridep.pipeline import sequences_of_place
+from hybridep.pipeline import sequences_of_place, token_weights
 from hybridep.plan import LayerGroup
+from hybridep.shares import parts
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.exchange import ExchangeTimes
@@ -99,23 +100,21 @@ class Sketches:
             return one
         if len(timed) == 1:
             # The smallest micro-batches, or the largest where it is those.
-            every = sorted((self._sequences(group, number), number) for number in numbers_about(self._possible(path), len(path)))
+            numbers = numbers_about(unevenness(self.workload, self.cluster, path), len(path))
+            every = sorted((self._sequences(group, number), number) for number in numbers)
             second, number = every[0] if every[0][0] < first else every[-1]
             timed.append((second, self.one_layer(group, number, one) if second != first else one))
         second, other = timed[1]
         return one if second == first else _on_line(one, other, (wanted - first) / (second - first))
 
-    def _possible(self, path: Groups) -> dict[int, float]:
-        return unevenness(self.workload, self.cluster, [len(group) for group in path])
-
     def _sequences(self, group: tuple[int, ...], micro_batches: int) -> float:
         """Of the rank that has most of a micro-batch."""
-        batch = sequences_of_place(self.workload, self.cluster)
-        return float(-(-batch // micro_batches // len(group)))
+        together = sequences_of_place(self.workload, self.cluster) // micro_batches
+        return float(max(parts(together, token_weights(self.cluster, [group])[0])))
 
     def _sent(self, one: _Stage, other: _Stage) -> tuple[list[Sent], list[Sent]]:
         if (one, other) not in self._between:
-            source, destination, part = facing(one[0], other[0])
+            source, destination, part = facing(one[0], other[0], self.cluster.token_weights)
             own = np.searchsorted(sorted(one[0]), source) * one[1]
             others = np.searchsorted(sorted(other[0]), destination) * other[1]
             there = self._of_lanes(source, destination, part, own, others)

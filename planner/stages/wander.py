@@ -66,7 +66,7 @@ def _changed(candidates: Candidates, one: Sketch, rng: np.random.Generator) -> S
         path, layers = tuple(one.path[place] for place in turned), tuple(one.layers[place] for place in turned)
         return None if layers[0] <= candidates.workload.model.num_dense_layers else one._replace(path=path, layers=layers)
     if kind < 0.95:
-        possible = unevenness(candidates.workload, candidates.cluster, [len(group) for group in one.path])
+        possible = unevenness(candidates.workload, candidates.cluster, one.path)
         return one._replace(micro_batches=int(rng.choice(numbers_about(possible, stages))))
     return one._replace(ahead=int(rng.choice(AHEAD)))
 
@@ -85,5 +85,7 @@ def _with_sites(candidates: Candidates, one: Sketch, stage: int, other: int, rng
     if not all(candidates.rules.possible(group) for group in changed.values()):
         return None
     path = tuple(changed.get(place, group) for place, group in enumerate(one.path))
-    possible = unevenness(candidates.workload, candidates.cluster, [len(group) for group in path])
+    possible = unevenness(candidates.workload, candidates.cluster, path)
+    if not possible:
+        return None
     return one._replace(path=path, micro_batches=number_about(possible, one.micro_batches))

@@ -195,16 +195,34 @@ def test_a_stage_needs_experts_and_a_model_two_ends() -> None:
     with pytest.raises(ConfigError, match="tie_embeddings"):
         build(PipelinePlan, data, "test")
     data = data_of()
-    data["cluster"]["sites"][0]["tokens"] = 2
-    with pytest.raises(ConfigError, match="unequal shares of tokens or experts"):
+    data["cluster"]["sites"][1]["experts"] = 0
+    with pytest.raises(ConfigError, match=r"stages\.2: no experts live at b .*another site, too"):
+        build(PipelinePlan, data, "test")
+
+
+def test_sites_of_a_stage_share_by_their_weights() -> None:
+    """Of four sequences for a rank of each site and stage one site takes three and has no experts, the other one."""
+    data = data_of()
+    data["cluster"]["sites"][0] |= {"tokens": 3, "experts": 0}
+    plan = build(PipelinePlan, data, "test")
+    assert [plan.sequences(stage).tolist() for stage in range(3)] == [[4, 4], [3, 3, 1, 1], [4, 4]]
+    assert plan.plans[1].home_experts.tolist() == [0, 0, 2, 2]
+    ways = plan.ways(0)
+    assert list(zip(ways.source, ways.destination, ways.number, strict=True)) == [(4, 0, 3), (4, 6, 1), (5, 1, 3), (5, 7, 1)]
+    assert plan.groups == ((2,), (0, 3), (1,))
+    every = [(0, 3), (1, 2)]
+    # Of 16 sequences; of two together neither site of the first stage can have three quarters.
+    assert possible_micro_batches(plan.workload, plan.cluster, every) == [1, 2, 4]
+    data["micro_batches"] = 8
+    with pytest.raises(ConfigError, match=r"stages\.1: .* leave 4 for 2 x 2 ranks, and those of a site take whole ones each, by"):
         build(PipelinePlan, data, "test")
 
 
 def test_micro_batches_that_all_stages_can_share() -> None:
     plan = plan_of()
-    assert possible_micro_batches(plan.workload, plan.cluster, [1, 2, 1]) == [1, 2, 4, 8]
-    assert possible_micro_batches(plan.workload, plan.cluster, [3, 1]) == [1, 2, 4]
-    assert possible_micro_batches(plan.workload, plan.cluster, [1, 1, 1, 1]) == [1, 2, 4, 8, 16]
+    assert possible_micro_batches(plan.workload, plan.cluster, [(0,), (1, 2), (3,)]) == [1, 2, 4, 8]
+    assert possible_micro_batches(plan.workload, plan.cluster, [(0, 1, 2), (3,)]) == [1, 2, 4]
+    assert possible_micro_batches(plan.workload, plan.cluster, [(0,), (1,), (2,), (3,)]) == [1, 2, 4, 8, 16]
 
 
 def test_as_many_micro_batches_are_in_flight_as_the_order_says() -> None:

@@ -7,8 +7,18 @@ import pytest
 
 from hybridep.config import build
 from hybridep.errors import ConfigError, PlacementError
-from hybridep.shares import alike_ranks, batch_sequences, first_sequence, of_sites, on_sites, owners, site_sequences, site_shares
-from hybridep.topology import Cluster, only_sites
+from hybridep.shares import (
+    alike_ranks,
+    batch_sequences,
+    crowding,
+    first_sequence,
+    on_sites,
+    owners,
+    parts,
+    site_sequences,
+    site_shares,
+)
+from hybridep.topology import Cluster
 from hybridep.workload import Training, Workload
 
 
@@ -133,18 +143,54 @@ def test_some_of_the_sites_share_out_the_same_batch(rng: np.random.Generator) ->
         uneven += max(sequences) > min(sequences)
         assert on_sites(one, work, kept)[1] == work, "nothing is left out, so nothing changes"
     assert uneven > 30
-    with pytest.raises(PlacementError, match="of which none can be left out"):
-        on_sites(*inputs([2.0, None], 2), ["s0"])
 
 
-@pytest.mark.parametrize(
-    ("weights", "left", "mean", "expected"), [([2.0, None, None], (0, 1), 4.5, (6, 3)), ([2.0, None, None], (1, 2), 3, (3, 3))]
-)
-def test_sites_that_are_left_keep_their_sequences(
-    weights: list[float | None], left: tuple[int, ...], mean: float, expected: tuple[int, ...]
-) -> None:
-    cluster, workload = inputs(weights, 4)
-    names = [cluster.site_name(site) for site in left]
-    found = of_sites(cluster, workload, names)
-    assert found.training.micro_batch_size == mean and isinstance(found.training.micro_batch_size, type(mean))
-    assert site_sequences(only_sites(cluster, names), found) == expected
+def test_some_of_the_sites_share_out_the_batch_by_their_weights(rng: np.random.Generator) -> None:
+    """In whole sequences, of which no rank has more than it had where that is possible, and as few micro-batches as suit it."""
+    smaller = 0
+    for _ in range(200):
+        sites, inside = int(rng.integers(2, 6)), int(rng.integers(1, 4))
+        weights = rng.choice([1.0, 2.0, 3.0], sites)
+        cluster, workload = inputs(weights.tolist(), int(rng.integers(3, 9)), inside)
+        training = workload.training.model_copy(update={"micro_batches": int(rng.integers(1, 5))})
+        workload = workload.model_copy(update={"training": training})
+        kept = sorted(rng.permutation(sites)[: int(rng.integers(1, sites + 1))].tolist())
+        one, work = on_sites(cluster, workload, [f"s{site}" for site in kept])
+        assert (
+            batch_sequences(one, work) * work.training.micro_batches
+            == batch_sequences(cluster, workload) * training.micro_batches
+        )
+        together, own = sum(site_sequences(one, work)), tuple(weights[kept].tolist())
+        assert site_sequences(one, work) == parts(together, own)
+        if len(kept) == sites:
+            assert (one, work) == (cluster, workload)
+            continue
+        of_place = batch_sequences(cluster, workload) * training.micro_batches // inside
+        before = np.array(site_sequences(cluster, workload))[kept]
+        others = [number for number in range(len(kept), of_place + 1) if of_place % number == 0 and min(parts(number, own))]
+        if any((np.array(parts(number, own)) <= before).all() for number in others):
+            assert (np.array(site_sequences(one, work)) <= before + 1).all()
+            smaller += 1
+        # Nothing that is as small is larger, and shared out as well.
+        assert not any(
+            number > together
+            and crowding(number, own) <= crowding(together, own)
+            and (np.array(parts(number, own)) <= before).all()
+            for number in others
+        )
+        assert on_sites(one, work, one.site_names)[1] == work
+    assert smaller > 50
+
+
+def test_sites_without_a_sequence_or_an_expert_are_named() -> None:
+    cluster, workload = inputs([4.34, 0.36, 1.3], 2, 1)
+    assert site_sequences(cluster, workload) == (4, 1, 1), "the largest remainder"
+    given = cluster.model_dump(mode="json", exclude_none=True)
+    for tokens, kept, words in (
+        ((4.34, 0.36, 1.3), ["s0", "s1"], r"^c: 6 sequences of a step for a rank of each site leave one of s0, s1 without any"),
+        ((1, 1, 1), ["s0", "s1"], r"^c: no experts live at s0, s1 \(sites\.\*\.experts\); leave fewer sites out"),
+    ):
+        for site, weight, experts in zip(given["sites"], tokens, (0, 0, 1), strict=True):
+            site |= {"tokens": weight} | ({"experts": experts} if weight == 1 else {})
+        with pytest.raises(PlacementError, match=words):
+            on_sites(build(Cluster, given, "c"), workload, kept)

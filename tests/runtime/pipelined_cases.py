@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,10 @@ class Case:
     streams: int = 1
     codecs: tuple[tuple[str, str], ...] = ()
     """Between sites."""
+    tokens: tuple[float, ...] = ()
+    """How much of a micro-batch each site takes, against others of its stage; all alike where absent."""
+    experts: tuple[float, ...] = ()
+    """How many experts live at each site, likewise."""
     dtype: str = "fp64"
 
     def __str__(self) -> str:
@@ -61,7 +66,10 @@ class Case:
             for name, size in zip(("dc", "gpu"), self.sizes, strict=True)
         ]
         gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
-        sites = [{"name": f"s{dc}"} for dc in range(self.sizes[0])]
+        sites: list[dict[str, Any]] = [{"name": f"s{dc}"} for dc in range(self.sizes[0])]
+        for key, weights in (("tokens", self.tokens), ("experts", self.experts)):
+            for site, weight in zip(sites, weights, strict=False):
+                site[key] = weight
         cluster = build(Cluster, {"name": "test", "levels": levels, "gpu": gpu, "sites": sites}, "cluster")
         training = {
             "sequence_length": 6,
@@ -133,6 +141,16 @@ CASES = [
         overlap=False,
     ),
     Case(sizes=(4, 1), stages=((3, 1, 0), (2,)), layers=(4, 1), domains=(NONE, NONE), micro_batches=1),
+    # Three sequences of a micro-batch and one; six of eight experts and two, or none.
+    Case(
+        sizes=(4, 1),
+        stages=((0, 3), (1, 2)),
+        layers=(3, 2),
+        domains=(NONE, TWO),
+        micro_batches=2,
+        tokens=(3, 1, 2.6, 1),
+        experts=(1, 3, 0.5, 0),
+    ),
 ]
 
 

@@ -127,6 +127,20 @@ def test_jitter_is_seeded() -> None:
     assert simulate_step(EP, conditions=conditions(compute_jitter=0.2)).symmetry.num_kinds == EP.cluster.num_gpus
 
 
+def test_a_link_draws_the_same_whatever_other_links_there_are() -> None:
+    """A site is lost, and the others' links go on as they would have; the draws are normal, and no two alike."""
+    names = [f"s{site} {way}" for site in range(200) for way in ("up", "down")]
+    jitter = Conditions(jitter=(LinkJitter(spread=0.5, period="0.1 s"),), seed=3)
+    every, few = LinkFactors(jitter, names), LinkFactors(jitter, names[10:])
+    drawn = np.array([every.at(now_s) for now_s in np.arange(50) * 0.1])
+    assert all(few.at(now_s).tolist() == drawn[at, 10:].tolist() for at, now_s in enumerate(np.arange(50) * 0.1))
+    assert len(np.unique(drawn)) == drawn.size
+    below = [float((-np.log(drawn) / 0.5 < point).mean()) for point in (0.5, 1.0, 2.0)]
+    np.testing.assert_allclose(below, (0.3829, 0.6827, 0.9545), atol=0.012)
+    links = drawn[:, 0] - drawn[:, 0].mean(), drawn[:, 1] - drawn[:, 1].mean()
+    assert abs((links[0] * links[1]).mean()) < 0.3 * links[0].std() * links[1].std()
+
+
 def test_factors_over_time() -> None:
     names = ["a up", "a down", "b up", "b down"]
     both = Conditions(

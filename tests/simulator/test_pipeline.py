@@ -414,8 +414,8 @@ def test_what_does_not_go_together_is_an_error() -> None:
         fastest_pipeline(make_plan(1))
     with pytest.raises(PipelineError, match="no number of stages"):
         fastest_pipeline(make_plan(3, num_layers=2))
-    sites: list[dict[str, Any]] = [{"name": "a", "tokens": 3.0}, {"name": "b"}, {"name": "c"}, {"name": "d"}]
-    with pytest.raises(PipelineError, match="unequal shares of tokens"):
+    sites: list[dict[str, Any]] = [{"name": "a", "experts": 0}, {"name": "b", "experts": 0}, {"name": "c"}, {"name": "d"}]
+    with pytest.raises(PipelineError, match=r"stages\.0: no experts live at a "):
         fastest_pipeline(make_plan(4, 2, num_layers=9, sites=sites))
     with pytest.raises(ValueError, match="ahead 0 must be at least 1"):
         pipeline_step(plan, 2, ahead=0)

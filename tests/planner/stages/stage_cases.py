@@ -88,6 +88,8 @@ def every_pipeline(cluster: Cluster, workload: Workload) -> Iterator[PipelinePla
     """All partitions, orders, layers and numbers of micro-batches of two stages or more, with domains of one site or all."""
     layers = workload.model.num_layers
     for groups in all_groups(cluster.sizes[0]):
+        if not all(cluster.home_weights[list(group)].any() for group in groups):
+            continue
         for cuts in product(range(1, layers + 1), repeat=len(groups)):
             if len(groups) == 1 or sum(cuts) != layers:
                 continue
@@ -97,18 +99,31 @@ def every_pipeline(cluster: Cluster, workload: Workload) -> Iterator[PipelinePla
                     placed = LayerGroup(first_layer=0, num_layers=number, domains={"dc": size, "gpu": 1}, migration={})
                     names = [cluster.site_name(site) for site in group]
                     stages.append({"sites": names, "num_layers": number, "layers": [placed]})
-                for micro_batches in possible_micro_batches(workload, cluster, [len(group) for group in groups]):
+                for micro_batches in possible_micro_batches(workload, cluster, groups):
                     data = {"cluster": cluster, "workload": workload, "micro_batches": micro_batches, "stages": stages}
                     yield build(PipelinePlan, data, "pipeline")
 
 
-def random_pipeline(seed: int, least_stages: int = 1) -> PipelinePlan:
+def with_shares(rng: np.random.Generator, cluster: Cluster) -> Cluster:
+    """Sites that take more of the batch than others, or have more experts, or none."""
+    given = cluster.model_dump(mode="json", exclude_none=True)
+    for site in given["sites"]:
+        site["tokens"] = float(rng.choice([0.5, 1, 1, 2, 3.3]))
+        site["experts"] = float(rng.choice([0, 1, 1, 2.5]))
+    if not any(site["experts"] for site in given["sites"]):
+        given["sites"][0]["experts"] = 1
+    return build(Cluster, given, "shares")
+
+
+def random_pipeline(seed: int, least_stages: int = 1, *, shares: bool = False) -> PipelinePlan:
     """Any sites together, any layers, any equal domains inside, any number of micro-batches that is possible."""
     rng = np.random.default_rng(seed)
     while True:
         num_sites, gpus = int(rng.integers(max(2, least_stages), 6)), int(rng.integers(1, 3))
         throughput = f"{10 ** rng.uniform(0, 2.5):.3f} TFLOPS"
         cluster = sites_cluster(rng, num_sites, gpus, KINDS[rng.integers(len(KINDS))], throughput=throughput)
+        if shares:
+            cluster = with_shares(rng, cluster)
         layers = int(rng.integers(num_sites, 9))
         workload = layered_workload(layers, ffn=int(rng.choice([64, 256, 1024])), micro_batches=int(rng.integers(1, 4)))
         made = random_pipeline_over(rng, cluster, workload, least_stages)
@@ -123,10 +138,10 @@ def random_pipeline_over(
     num_sites, layers = cluster.sizes[0], workload.model.num_layers
     stages = int(rng.integers(least_stages, num_sites + 1))
     label = rng.integers(stages, size=num_sites)
-    groups = [[cluster.site_name(int(site)) for site in np.flatnonzero(label == stage)] for stage in range(stages)]
-    if not all(groups):
+    groups = [np.flatnonzero(label == stage).tolist() for stage in range(stages)]
+    if not all(groups) or not all(cluster.home_weights[group].any() for group in groups):
         return None
-    choices = possible_micro_batches(workload, cluster, [len(group) for group in groups])
+    choices = possible_micro_batches(workload, cluster, groups)
     if not choices:
         return None
     cuts = np.sort(rng.choice(np.arange(1, layers), size=stages - 1, replace=False))
@@ -140,7 +155,7 @@ def random_pipeline_over(
             migration={},
             residency=Residency.STEP if rng.random() < 0.7 else Residency.MICROBATCH,
         )
-        made.append({"sites": group, "num_layers": int(number), "layers": [placed]})
+        made.append({"sites": [cluster.site_name(site) for site in group], "num_layers": int(number), "layers": [placed]})
     data = {
         "cluster": cluster,
         "workload": workload,

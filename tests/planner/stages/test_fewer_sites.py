@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stage_cases import KINDS, layered_workload, sites_cluster
+from stage_cases import KINDS, layered_workload, sites_cluster, with_shares
 
 from hybridep.config import build
-from hybridep.errors import HybridEPError, InfeasibleError, PlacementError, UserError
+from hybridep.errors import HybridEPError, InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Objective
 from hybridep.shares import on_sites
@@ -47,7 +47,7 @@ def step_s(cluster: Cluster, sites: tuple[str, ...]) -> float:
     return found.prediction.expected_s
 
 
-FEW = [(3, "access", "0.3 TFLOPS"), (3, "pairs", "1 TFLOPS"), (3, "even", "0.05 TFLOPS")]
+FEW = [(3, "access", "0.3 TFLOPS"), (3, "pairs", "1 TFLOPS"), (3, "even", "0.05 TFLOPS"), (3, "shares", "0.3 TFLOPS")]
 MORE = [(4, kind, throughput) for kind in KINDS for throughput in ("0.05 TFLOPS", "0.3 TFLOPS", "1 TFLOPS", "30 TFLOPS")]
 
 
@@ -62,7 +62,11 @@ def test_all_sites_where_short_searches_find_nothing(monkeypatch: pytest.MonkeyP
 @pytest.mark.turns(4)
 @pytest.mark.parametrize(("size", "kind", "throughput"), [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)])
 def test_no_other_sites_are_better(size: int, kind: str, throughput: str) -> None:
-    cluster = sites_cluster(np.random.default_rng(4), size, 1, kind, throughput=throughput)
+    rng = np.random.default_rng(4)
+    cluster = sites_cluster(rng, size, 1, "access" if kind == "shares" else kind, throughput=throughput)
+    if kind == "shares":
+        cluster = with_shares(rng, cluster)
+        assert len({*cluster.token_weights}) > 1 and not cluster.home_weights.all()
     names = tuple(f"s{site}" for site in range(size))
     steps_s = {sites: step_s(cluster, sites) for number in range(1, size + 1) for sites in combinations(names, number)}
     found = sites_that_pay(cluster, layered_workload(4, micro_batch_size=6), time_limit_s=2 * size).sites
@@ -157,11 +161,8 @@ def test_no_choice_is_below_the_bound_and_one_site_meets_it() -> None:
         assert (0.9 if len(found) == 1 else 0.3) < least_s / plan.prediction.expected_s <= 1
 
 
-def test_what_sites_cannot_share_is_an_error() -> None:
+def test_a_budget_without_prices_is_an_error() -> None:
     cluster, workload = made(["1 Gbps"] * 4, "30 TFLOPS"), layered_workload(4)
-    uneven = cluster.sites[0].model_copy(update={"tokens": 2.0})
-    with pytest.raises(PlacementError, match="of which none can be left out"):
-        sites_that_pay(cluster.model_copy(update={"sites": (uneven, *cluster.sites[1:])}), workload)
     with pytest.raises(UserError, match="nothing has a price"):
         sites_that_pay(cluster, workload, StageWishes(goal=Goal(budget_usd=1.0)))
 

@@ -13,7 +13,7 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Schedule
 from planner.stages.batches import number_about, unevenness
 from planner.stages.candidates import Candidates
-from planner.stages.changes import groups_of, layers_of
+from planner.stages.changes import layers_of
 from planner.stages.costs import Costed, costed
 from planner.stages.rules import StageRules
 from planner.stages.wander import Sketch, wander
@@ -27,12 +27,12 @@ def candidates_for(plan: PipelinePlan) -> Candidates:
 
 def best_of(candidates: Candidates, plan: PipelinePlan, micro_batches: int) -> Costed | None:
     """The plan's stages with the best of a few placements in each."""
-    found = candidates.of(groups_of(plan), layers_of(plan), micro_batches)
+    found = candidates.of(plan.groups, layers_of(plan), micro_batches)
     return found and costed(found.plan, found.inside)
 
 
 def sketched(candidates: Candidates, plan: PipelinePlan) -> float:
-    return candidates.sketch_s(groups_of(plan), layers_of(plan), plan.micro_batches, plan.ahead)
+    return candidates.sketch_s(plan.groups, layers_of(plan), plan.micro_batches, plan.ahead)
 
 
 SLOWLY = {"coding": {"tokens": {"int8": {"encode": "0.5 GB/s", "decode": "0.5 GB/s"}}}}
@@ -58,7 +58,7 @@ def test_sketches_are_near_what_is_walked(codecs: dict[str, Any]) -> None:
 def test_other_micro_batches_lie_on_a_line(seed: int) -> None:
     plan = random_pipeline(seed, least_stages=2)
     candidates = candidates_for(plan)
-    possible = unevenness(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
+    possible = unevenness(plan.workload, plan.cluster, plan.groups)
     # Timed with the first and with the smallest micro-batches; the others are between, or larger.
     for times in (4, 2, 1, 8, 0.5):
         number = number_about(possible, times * len(plan.stages))

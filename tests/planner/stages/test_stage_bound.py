@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from math import comb
 from typing import Any
 
 import numpy as np
 import pytest
-from stage_cases import KINDS, layered_workload, random_pipeline, random_pipeline_over, sites_cluster
+from stage_cases import KINDS, layered_workload, random_pipeline, random_pipeline_over, sites_cluster, with_shares
 
 from hybridep.codecs import EXACT, Codecs, ExpertCodec, GradientCodec, TokenCodec, Wire
 from hybridep.config import build
 from hybridep.pipeline import PipelinePlan, codecs_inside
 from hybridep.plan import LayerGroup, Plan
-from hybridep.shares import on_sites
+from hybridep.shares import on_sites, parts
 from hybridep.topology import Cluster
 from hybridep.traffic import DENSE, link_bytes, step_traffic
 from hybridep.workload import Workload
@@ -24,7 +24,9 @@ from planner.stages.bound import (
     _dense_bytes,
     _least_bytes,
     _least_sent_bytes,
+    _most_homes,
     _Sites,
+    _weighted_shares,
     least_of_any_s,
     least_s,
     least_usd_of_any,
@@ -39,11 +41,12 @@ SHORT_GRADIENTS = tuple(
 
 
 @pytest.mark.turns(8)
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("first", range(0, 400, 50))
-def test_no_pipeline_is_below_it(first: int) -> None:
-    """Not even the busiest of its links, or its busiest stage."""
+def test_no_pipeline_is_below_it(first: int, shares: bool) -> None:
+    """Not even the busiest of its links, or its busiest stage; also where sites have ``shares`` of their own."""
     for seed in range(first, first + 50):
-        plan = random_pipeline(seed, least_stages=2)
+        plan = random_pipeline(seed, least_stages=2, shares=shares)
         found = costed(plan)
         least = least_step_s(plan, [one.times for one in found.inside])
         for stages in range(2, len(plan.stages) + 1):
@@ -91,8 +94,9 @@ def uneven(rng: np.random.Generator, cluster: Cluster) -> Cluster:
 
 
 @pytest.mark.turns(6)
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("first", range(0, 30, 10))
-def test_no_plan_for_some_of_the_sites_is_below_theirs(first: int) -> None:
+def test_no_plan_for_some_of_the_sites_is_below_theirs(first: int, shares: bool) -> None:
     """In stages or without, for every choice of sites that can share the batch."""
     tried = {1: 0, 2: 0}
     for seed in range(first, first + 10):
@@ -100,9 +104,13 @@ def test_no_plan_for_some_of_the_sites_is_below_theirs(first: int) -> None:
         throughput = f"{10 ** rng.uniform(-2, 2.5):.4f} TFLOPS"
         cluster = uneven(rng, sites_cluster(rng, 4, int(rng.integers(1, 3)), KINDS[seed % 3], throughput=throughput))
         workload = layered_workload(int(rng.integers(4, 7)), ffn=int(rng.choice([64, 256, 1024])), micro_batch_size=6)
+        if shares:
+            cluster = with_shares(rng, cluster)
         any_s, staged_s = least_of_any_s(cluster, workload), least_of_any_s(cluster, workload, 2)
         for number in range(1, 5):
             for sites in combinations(range(4), number):
+                if not cluster.home_weights[list(sites)].any():
+                    continue
                 some, work = on_sites(cluster, workload, [f"s{site}" for site in sites])
                 for least_stages in (1, *(2,) * (number - 1)):
                     plan = random_pipeline_over(rng, some, work, least_stages)
@@ -219,14 +227,14 @@ def test_a_site_sends_rows_of_its_own_sequences() -> None:
     cluster = sites_cluster(np.random.default_rng(1), 3, 1, "even")
     sites = _Sites(cluster, layered_workload(4, ffn=4096), EXACT, 3, alike=True)
     two = sites._sizes == 2
-    up_bytes, share = sites._layer_bytes[0, two], sites._share[two]
+    up_bytes, share = sites._layer_bytes[0, 0, two], sites._share[0, two]
     up_bytes = up_bytes - _dense_bytes(cluster, Wire(workload=layered_workload(4, ffn=4096)), np.array([2]))
     assert share.min() == 1 / 3 and share.max() == 2 / 3
     # Nothing is worth copying.
     np.testing.assert_allclose(up_bytes / share, up_bytes[0] / share[0])
     # Of any two sites' shares each is at least the least one.
-    dense_bytes = sites._layer_bytes[0, two] - up_bytes
-    both_bytes = sites._layer_bytes[:, two].sum(axis=0) - 2 * dense_bytes
+    dense_bytes = sites._layer_bytes[0, 0, two] - up_bytes
+    both_bytes = sites._layer_bytes[:, 0, two].sum(axis=0) - 2 * dense_bytes
     assert sites._sent_bytes[1] - dense_bytes[0] == pytest.approx(both_bytes[share.argmin()])
 
 
@@ -305,7 +313,38 @@ def test_what_sites_send_each_other_is_counted_for_both() -> None:
     for copy_bytes in (1, 4, 10, 1000):
         homes = [frozenset({0, 1}), frozenset({2, 3}), frozenset({4})]
         least = sum(min(sent(home, held) for held in sets if home <= held) for home in homes) / 3
-        assert _least_sent_bytes(away_of(experts, top_k), 3, tokens, row_bytes, copy_bytes) == pytest.approx(least)
+        found = away_of(experts, top_k), 3, tokens, row_bytes, copy_bytes
+        assert _least_sent_bytes(*found) == pytest.approx(least)
+        # Of homes as they come, too.
+        least = min(
+            sum(min(sent(home, held) for held in sets if home <= held) for home in homes) / 3
+            for homes in product(sets, repeat=3)
+            if sum(map(len, homes)) == experts and len(frozenset().union(*homes)) == experts
+        )
+        assert 0.8 * least < _least_sent_bytes(*found, alike=False) <= least * (1 + 1e-12)
+
+
+def test_shares_and_homes_are_what_stages_make_of_weights(rng: np.random.Generator) -> None:
+    """Of every stage of so many sites, with every number of sequences together; the extremes are reached within rounding."""
+    for _ in range(30):
+        weights, homes = rng.choice([0.5, 1.0, 2.0, 3.3], 5), rng.choice([0.0, 1.0, 2.5], 5)
+        together, size = [4, 6, 12], int(rng.integers(1, 5))
+        low, high = _weighted_shares(together, weights, weights, size)
+        most = _most_homes(8, homes, homes, size)
+        seen, lived = [list[float]() for _ in range(5)], [0] * 5
+        for group in combinations(range(5), size):
+            own = tuple(weights[list(group)].tolist())
+            for number in together:
+                for site, mine in zip(group, parts(number, own) if size <= number else (), strict=True):
+                    if min(parts(number, own)):
+                        seen[site].append(mine / number)
+            if homes[list(group)].any():
+                for site, mine in zip(group, parts(8, tuple(homes[list(group)].tolist())), strict=True):
+                    lived[site] = max(lived[site], mine)
+        for site in range(5):
+            assert low[site, 0] <= min(seen[site], default=1) + 1e-12 and max(seen[site], default=0) <= high[site, 0] + 1e-12
+            assert lived[site] <= most[site] <= max(lived[site] + 1, 2) or np.ptp(homes) == 0
+            assert high[site, 0] - low[site, 0] <= max(seen[site], default=1) - min(seen[site], default=0) + 2 / min(together)
 
 
 @pytest.mark.parametrize("codecs", [EXACT, *SHORT_GRADIENTS])
@@ -340,7 +379,7 @@ def test_near_shares_that_count_as_one_leave_every_pipeline_possible(monkeypatch
     seven = sites_cluster(np.random.default_rng(1), 7, 1, "access")
     cluster, workload = on_sites(seven, layered_workload(2, micro_batches=1, micro_batch_size=1), ["s0", "s1", "s2"])
     sites = _Sites(cluster, workload, EXACT, 2, alike=True)
-    assert sites._sizes.tolist() == [1, 2] and sites._share[1] * 7 == 3 and sites._most_share[1] * 7 == 4
+    assert sites._sizes.tolist() == [1, 2] and sites._share[0, 1] * 7 == 3 and sites._most_share[0, 1] * 7 == 4
     # One layer each in a stage of one site, and of two, and nothing else: neither other sizes nor the middle.
     able = np.full((2, 3, 2), -np.inf)
     able[1, [0, 1, 2], [0, 1, 1]] = 1.0

@@ -57,7 +57,9 @@ def of(
         mine = number - (dense if place == 0 else 0)
         placed = LayerGroup(first_layer=0, num_layers=mine, domains=domains, migration={}, recompute=recompute)
         stages.append({"sites": names, "num_layers": number, "layers": [placed]})
-    number = micro_batches or possible_micro_batches(workload, cluster, [len(names) for names in sites])[-2]
+    every = cluster.site_names
+    groups = [[every.index(name) for name in names] for names in sites]
+    number = micro_batches or possible_micro_batches(workload, cluster, groups)[-2]
     data = {"cluster": cluster, "workload": workload, "micro_batches": number, "ahead": ahead, "stages": stages}
     return build(PipelinePlan, data, "pipeline")
 

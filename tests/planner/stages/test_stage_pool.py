@@ -48,7 +48,7 @@ def tight(held: PipelinePlan) -> PipelinePlan:
 
 def every_with_its_stages(held: PipelinePlan) -> Iterator[PipelinePlan]:
     """All numbers of micro-batches, some depths, and domains of one or all in all stages, that fit."""
-    numbers = possible_micro_batches(held.workload, held.cluster, [len(stage.sites) for stage in held.stages])
+    numbers = possible_micro_batches(held.workload, held.cluster, held.groups)
     for number, ahead, sites, ranks in product(numbers, (1, 2, 4, 8), (False, True), (False, True)):
         stages = []
         for stage in held.stages:

@@ -104,7 +104,7 @@ def best_step_s(num_sites: int, seed: int, constraints: Constraints) -> tuple[fl
         for layers in product(range(1, num_sites + 1), repeat=len(groups)):
             if sum(layers) != num_sites:
                 continue
-            for micro_batches in possible_micro_batches(workload, cluster, [len(group) for group in groups]):
+            for micro_batches in possible_micro_batches(workload, cluster, groups):
                 made = candidates.of(groups, layers, micro_batches)
                 if made is None:
                     continue

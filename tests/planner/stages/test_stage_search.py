@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stage_cases import KINDS, every_pipeline, layered_workload, sites_cluster
+from stage_cases import KINDS, every_pipeline, layered_workload, sites_cluster, with_shares
 
 from hybridep.baselines import Baseline, baseline_group, baseline_plan
 from hybridep.commands import stage_choice
@@ -46,11 +46,13 @@ from simulator.pipeline import fastest_pipeline, simulate_pipeline
 pytestmark = pytest.mark.timeout(120)
 
 
-def best_of_all(seed: int, num_sites: int, layers: int) -> tuple[float, float]:
+def best_of_all(seed: int, num_sites: int, layers: int, *, shares: bool = False) -> tuple[float, float]:
     """(step of the search's plan, of the best of all partitions, orders, layers, micro-batches, `AHEAD`, and equal domains)."""
     rng = np.random.default_rng(seed)
     cluster = sites_cluster(rng, num_sites, 1, KINDS[seed % len(KINDS)])
     workload = layered_workload(layers, ffn=int(rng.choice([64, 1024])), micro_batch_size=2, micro_batches=2)
+    if shares:
+        cluster = with_shares(rng, cluster)
     best = np.inf
     for plan in every_pipeline(cluster, workload):
         inside = [placed(one, one.layers, Room(in_flight=1, beside_bytes=0.0)) for one in plan.plans]
@@ -63,8 +65,10 @@ def best_of_all(seed: int, num_sites: int, layers: int) -> tuple[float, float]:
 
 @pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_search_is_near_the_best_of_all(seed: int) -> None:
-    found_s, best_s = best_of_all(seed, num_sites=3, layers=3)
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_search_is_near_the_best_of_all(seed: int, shares: bool) -> None:
+    """Also where sites take shares of their own, of tokens and of experts."""
+    found_s, best_s = best_of_all(seed, num_sites=3, layers=3, shares=shares)
     # Plans inside stages may be better than equal domains.
     assert found_s <= best_s * 1.05
 
