@@ -28,8 +28,8 @@ from planner.goal import FASTEST, Worth
 from planner.plans import goal_of, solver_report
 from planner.stages.bound import least_of_any_s, least_s, least_usd_of_any
 from planner.stages.order import way_s_per_byte
+from planner.stages.pipelines import plan_pipeline
 from planner.stages.rules import StageRules
-from planner.stages.search import plan_pipeline
 from planner.stages.wishes import StageWishes
 
 _FACTOR = 1.5

@@ -17,7 +17,8 @@ from planner.stages.changes import layers_of
 from planner.stages.costs import Costed, costed, rooms
 from planner.stages.inside import Store, fitting
 from planner.stages.neighbours import merged
-from planner.stages.search import KEPT, UNSURE, Search, candidates_of
+from planner.stages.pipelines import candidates_of
+from planner.stages.search import KEPT, UNSURE, Search
 from planner.stages.wishes import StageWishes
 from planner.stages.within_loss import pipelines_within_loss, recoded
 

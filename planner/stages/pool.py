@@ -24,7 +24,7 @@ from planner.stages.costs import costed, expected_over
 from planner.stages.difference import HALVINGS
 from planner.stages.inside import Store
 from planner.stages.kept import search_kept
-from planner.stages.search import reported
+from planner.stages.pipelines import reported
 from planner.stages.wishes import StageWishes
 
 _LOOKED_AT = 17

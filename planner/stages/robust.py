@@ -21,7 +21,7 @@ from planner.stages.bound import least_s
 from planner.stages.costs import costed, expected_over
 from planner.stages.fewer import without_stages
 from planner.stages.inside import Store
-from planner.stages.search import plan_pipeline, plan_pipelines, reported, search_on
+from planner.stages.pipelines import plan_pipeline, plan_pipelines, reported, search_on
 from planner.stages.wishes import StageWishes
 from planner.stages.within_loss import choices, recoded
 from planner.within_loss import without_useless

@@ -10,191 +10,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle
 
 import numpy as np
 
-from hybridep.errors import InfeasibleError, UserError
-from hybridep.pipeline import PipelinePlan, check_stageable
-from hybridep.plan import Plan, Schedule
-from hybridep.provenance import provenance
+from hybridep.errors import InfeasibleError
+from hybridep.pipeline import PipelinePlan
+from hybridep.plan import Plan
 from hybridep.recompute import Recompute
-from hybridep.topology import Cluster
-from hybridep.units import format_dollars, format_seconds
-from hybridep.workload import Workload
 from planner.choose import Report
-from planner.clock import elapsed_s, now_s
-from planner.cost import StepCost
-from planner.evaluate import require_few_experts
+from planner.clock import now_s
 from planner.goal import Goal, Worth
-from planner.plans import solver_report
 from planner.sites.grouping import Groups
 from planner.stages.batches import BATCHES, FEW_BATCHES, beside, number_about, numbers_about, unevenness
-from planner.stages.bound import least_s, least_usd
 from planner.stages.candidates import AHEAD, OFTEN, Candidate, Candidates
 from planner.stages.changes import changed, layers_of, turn
-from planner.stages.costs import WORTH, Costed, costed, is_better, least_again, predicted, rooms, without_stages
-from planner.stages.inside import Inside, Store, fitting, of_alike, searched
-from planner.stages.rules import StageRules
-from planner.stages.wander import Sketch, wander
-from planner.stages.wishes import StageWishes
-from planner.stages.within_loss import pipelines_within_loss
-from planner.streams import with_most
+from planner.stages.costs import WORTH, Costed, costed, is_better, least_again, rooms
+from planner.stages.inside import Inside, fitting, of_alike, searched
+from planner.stages.wander import WARMTHS, Sketch, wander
 
 _SHORT = 4
 """Stages up to which fewer micro-batches than stages are tried: of more most wait, whatever else."""
 KEPT = 3
 """Pipelines whose stages are planned by a search."""
-GLANCED = 4
-"""Pipelines that ``glance`` looks at, about."""
 _CHANGES = 100
 """Tries to make a pipeline better by sites that change stages, for each of the ``KEPT`` best numbers of stages."""
 _MET = 5
 """Pipelines met by random changes of one, that are costed."""
 UNSURE = 0.03
 """Share by which a pipeline with other micro-batches may be sketched to take longer than the best one, and is tried."""
+_IDLE = 4
+"""Rounds without a better pipeline, after which a search ends before its time."""
 _NEAR = 1.2
 """Numbers of stages whose best pipeline takes over so many times as long as the best of all are not searched on from."""
 _FOUND_BY, _WALKED_BY, _VARIED_BY, _STEPPED_BY, _CHANGED_BY, _ENDED_BY = 0.35, 0.5, 0.6, 0.8, 0.9, 0.95
 """Shares of the time limit after which no more pipelines are made, walked through, given other micro-batches, changed in small
 steps at first, changed before their stages are planned, and changed at all."""
-
-
-def plan_pipeline(
-    cluster: Cluster,
-    workload: Workload,
-    wishes: StageWishes | None = None,
-    *,
-    time_limit_s: float = 60.0,
-    report: Report | None = None,
-    patience_s: float = math.inf,
-) -> PipelinePlan:
-    """The best pipeline found, as expected. Arguments and errors as `plan_pipelines`."""
-    return plan_pipelines(cluster, workload, wishes, time_limit_s=time_limit_s, report=report, patience_s=patience_s)[0]
-
-
-def plan_pipelines(
-    cluster: Cluster,
-    workload: Workload,
-    wishes: StageWishes | None = None,
-    number: int = 1,
-    *,
-    time_limit_s: float = 60.0,
-    report: Report | None = None,
-    patience_s: float = math.inf,
-) -> list[PipelinePlan]:
-    """The best pipelines found in as many stages as are wished for, with their predictions, the best first: at most ``number``,
-    which differ in more than how far ahead they run. Exact but for codecs; for experts that are chosen alike, or with measured
-    popularity. The best one is the fastest, or what the goal says; all keep the rules. The bound is below every pipeline, and
-    says little. ``report``: told ("bound" or "plan", seconds) as either is known or improves. On KeyboardInterrupt, once there is
-    a plan, the best so far. ``patience_s``: for how long a first one is looked for at most.
-
-    Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
-    memory, the rules or the budget, and says why.
-    """
-    wishes = wishes or StageWishes()
-    wishes.check(cluster)
-    _require_stages(cluster, workload)
-    told: Report = report or (lambda what, seconds: None)
-    begun_s, asked_s = now_s(), elapsed_s()
-    goal, stages = wishes.goal, wishes.stages
-    bound_s = least_s(cluster, workload, stages or 2, wishes.shortest(cluster, workload), alike=not wishes.popularity)
-    told("bound", bound_s)
-
-    def make(asked: StageWishes, since_s: float, limit_s: float) -> list[Costed]:
-        search = Search(candidates_of(cluster, workload, asked), since_s, limit_s, told, since_s + patience_s)
-        return search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
-
-    if wishes.max_loss is None:
-        found = make(wishes, begun_s, time_limit_s)
-    else:
-        found = pipelines_within_loss(make, cluster, workload, wishes, time_limit_s)[:number]
-    if goal.overdraft(found[0].step_usd):
-        assert goal.budget_usd is not None
-        cheapest = f"{format_dollars(found[0].step_usd)} (a step of {format_seconds(found[0].times.step_s)})"
-        raise InfeasibleError(
-            f"pipeline over {cluster.name}: none was found that costs at most {format_dollars(goal.budget_usd)} per step: the "
-            f"cheapest costs {cheapest}; raise --budget, or --time-limit"
-        )
-    took_s = elapsed_s() - asked_s
-    try:
-        return reported(found, wishes, bound_s, took_s)
-    except KeyboardInterrupt:
-        # Among many sites reports take seconds.
-        return reported(found[:1], wishes, bound_s, took_s)
-
-
-def reported(found: Sequence[Costed], wishes: StageWishes, bound_s: float, took_s: float) -> list[PipelinePlan]:
-    """Pipelines for one cluster and workload with what is predicted of them, and how they were found: in ``took_s``, where none
-    takes less than ``bound_s``."""
-    made, known = list[PipelinePlan](), dict[str, StepCost]()
-    baselines = {name: cost.step_s for name, (cost, _) in without_stages(found[0].plan).items()}
-    for one in found:
-        cluster = one.plan.cluster
-        how = solver_report(
-            solver=wishes.solver,
-            goal=wishes.goal,
-            objective_s=one.times.step_s,
-            bound_s=bound_s,
-            cost_usd=one.step_usd,
-            bound_usd=least_usd(cluster, one.plan.workload, bound_s, wishes.shortest(cluster, one.plan.workload)),
-            solve_s=took_s,
-            proven=False,
-        )
-        more = {"prediction": predicted(one, baselines, known), "solver": how, "provenance": provenance()}
-        made.append(one.plan.model_copy(update=more))
-    return made
-
-
-def search_on(
-    cluster: Cluster,
-    starts: Sequence[PipelinePlan],
-    wishes: StageWishes,
-    number: int = 1,
-    *,
-    tries: int,
-    looks: int,
-    fresh: int = 0,
-    store: Store | None = None,
-) -> list[Costed]:
-    """The best pipelines over ``cluster``, at most ``number``, that a short search finds, which no time limit ends: the
-    ``starts``, which keep the rules, at its rates; about so many ``fresh`` ones, of various numbers of stages; and what the best
-    of these numbers become in other micro-batches, by changes of sites and layers, of which so many are looked at and tried, and
-    at other depths. Only what fits; so there may be none. ``store``: what was found of stages before, and is now."""
-    candidates = candidates_of(cluster, starts[0].workload, wishes, store)
-    search = Search(candidates, now_s(), math.inf, lambda what, seconds: None, -math.inf, changes=tries, looks=looks)
-    search.go_on([one.at_rates(cluster, candidates.schedule) for one in starts], fresh)
-    return search.best(number)
-
-
-def glance(cluster: Cluster, workload: Workload, wishes: StageWishes, *, limit_s: float, patience_s: float) -> Costed:
-    """The best of about ``GLANCED`` pipelines that a search would begin with, placed without a search; of fewer where that takes
-    longer than ``limit_s``. Raises what `plan_pipelines` raises, also where none of these fits, and no other one is found within
-    ``patience_s``."""
-    wishes.check(cluster)
-    _require_stages(cluster, workload)
-    candidates = candidates_of(cluster, workload, wishes)
-    search = Search(candidates, now_s(), limit_s, lambda what, seconds: None, now_s() + patience_s, changes=0, looks=0)
-    search.go_on([], GLANCED)
-    for best in search.best(1):
-        return best
-    raise InfeasibleError(f"pipeline over {cluster.name}: {candidates.reason}")
-
-
-def _require_stages(cluster: Cluster, workload: Workload) -> None:
-    """Raises UserError where stages are no way to divide the model."""
-    require_few_experts(cluster, workload)
-    try:
-        check_stageable(workload.model)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
-def candidates_of(cluster: Cluster, workload: Workload, wishes: StageWishes, store: Store | None = None) -> Candidates:
-    """What makes pipelines to search among; ``store``: what was found of stages before, and is now."""
-    schedule = with_most(cluster, wishes.schedule)[0] or Schedule()
-    rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
-    return Candidates(cluster, workload, schedule, wishes, rules, store=store or Store())
 
 
 @dataclass
@@ -264,6 +115,7 @@ class Search:
             self._at_other_depths(one)
         if self._is_sketched:
             self._go_round()
+            self._go_on()
         # Mostly the next ones have the same stages.
         self._plan_inside(self._best())
 
@@ -285,6 +137,20 @@ class Search:
             improved = self._is_better(after, before)
             if improved:
                 self._improve_each([after], _ENDED_BY, sketched=False)
+
+    def _go_on(self) -> None:
+        """Change the best one of each number of stages, then of the ``KEPT`` best numbers, in small steps and at random, in what
+        is left of the time, until a few rounds of that have brought nothing. Rounds are cool and warm by turns."""
+        idle, warmths, begun = 0, cycle(WARMTHS), list(self._of_each_number())
+        while idle < _IDLE and self._left_s(_ENDED_BY) > 0:
+            [before], warmth = self._best(1), next(warmths)
+            for left, number in zip(range(len(begun), 0, -1), begun, strict=True):
+                until_s = now_s() + self._left_s(_ENDED_BY) / left
+                self._improve(self._of_each_number()[number], until_s, sketched=True)
+                self._wander(self._of_each_number()[number], until_s, warmth)
+                self._with_other_batches(self._of_each_number()[number], _ENDED_BY)
+            [after], begun = self._best(1), list(self._of_each_number())[:KEPT]
+            idle = 0 if self._is_better(after, before) else idle + 1
 
     def _walk_best(self, candidates: Sequence[Candidate]) -> None:
         """Walk through those that could still be best, and through one of each of the best numbers of stages."""
@@ -356,11 +222,15 @@ class Search:
         """Random changes of each, and what was met on the way in full, each in as much of the time that there is for it, up to
         such a share of the limit."""
         for left, one in zip(range(len(every), 0, -1), every, strict=True):
-            start = Sketch(one.plan.groups, tuple(layers_of(one.plan)), one.plan.micro_batches, one.plan.ahead)
-            for met in wander(self.candidates, start, _MET, self._rng, now_s() + self._left_s(share) / left):
-                if (candidate := self.candidates.of(met.path, met.layers, met.micro_batches)) is not None:
-                    self._walk(candidate)
-                    self._keep(self._ahead(candidate.plan, min(met.ahead, candidate.plan.ahead)))
+            self._wander(one, now_s() + self._left_s(share) / left)
+
+    def _wander(self, one: Costed, until_s: float, warmth: float = WARMTHS[0]) -> None:
+        """Random changes, and what was met on the way in full, until ``until_s``."""
+        start = Sketch(one.plan.groups, tuple(layers_of(one.plan)), one.plan.micro_batches, one.plan.ahead)
+        for met in wander(self.candidates, start, _MET, self._rng, until_s, warmth):
+            if (candidate := self.candidates.of(met.path, met.layers, met.micro_batches)) is not None:
+                self._walk(candidate)
+                self._keep(self._ahead(candidate.plan, min(met.ahead, candidate.plan.ahead)))
 
     def _improve_each(self, every: Sequence[Costed], share: float, *, sketched: bool) -> None:
         """One after the other, each in as much of the time that there is for it, up to such a share of the limit."""
@@ -396,11 +266,15 @@ class Search:
     def _near(self) -> list[Costed]:
         """The best pipeline of each of the ``KEPT`` best numbers of stages; where the step's time is all that counts, but for
         those that take far longer than the best of all."""
+        every = list(self._of_each_number().values())[:KEPT]
+        return [one for one in every if not self._is_sketched or one.times.step_s <= _NEAR * every[0].times.step_s]
+
+    def _of_each_number(self) -> dict[int, Costed]:
+        """Number of stages -> the best pipeline, the best number first."""
         kept: dict[int, Costed] = {}
         for one in sorted(self._found, key=self._worth):
             kept.setdefault(len(one.plan.stages), one)
-        every = list(kept.values())[:KEPT]
-        return [one for one in every if not self._is_sketched or one.times.step_s <= _NEAR * every[0].times.step_s]
+        return kept
 
     def _with_change(self, best: Costed, path: Groups, layers: Sequence[int] | None, about_s: float) -> Costed | None:
         """The pipeline with other sites in its stages, or other layers, as far ahead; None where that is not possible or cannot

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -57,12 +58,19 @@ class Sketches:
     """Of coding them; None where that takes no time."""
     one_layer: Callable[[tuple[int, ...], int, OneLayer | None], OneLayer]
     """Of sites, with a number of micro-batches: placed anew, or as in another."""
+    _weights: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
+    """Sites -> how much of a micro-batch each takes, against the others."""
     _timed: dict[tuple[int, ...], list[tuple[float, OneLayer]]] = field(default_factory=dict)
     """Sites -> (sequences of a rank, what a layer takes) with two numbers of micro-batches."""
     _between: dict[tuple[_Stage, _Stage], tuple[list[Sent], list[Sent]]] = field(default_factory=dict)
     """Two stages -> what their lanes pass there and back, with all bytes of a step."""
     _known: dict[tuple[Groups, tuple[int, ...], int, int], float] = field(default_factory=dict)
     """What ``step_s`` found."""
+
+    @cached_property
+    def _together(self) -> int:
+        """Sequences of a step, one rank of each site of a stage together."""
+        return sequences_of_place(self.workload, self.cluster)
 
     def step_s(self, path: Groups, layers: tuple[int, ...], micro_batches: int, ahead: int) -> float:
         """Seconds of a step with these sites in the stages, and their layers."""
@@ -109,8 +117,9 @@ class Sketches:
 
     def _sequences(self, group: tuple[int, ...], micro_batches: int) -> float:
         """Of the rank that has most of a micro-batch."""
-        together = sequences_of_place(self.workload, self.cluster) // micro_batches
-        return float(max(parts(together, token_weights(self.cluster, [group])[0])))
+        if group not in self._weights:
+            [self._weights[group]] = token_weights(self.cluster, [group])
+        return float(max(parts(self._together // micro_batches, self._weights[group])))
 
     def _sent(self, one: _Stage, other: _Stage) -> tuple[list[Sent], list[Sent]]:
         if (one, other) not in self._between:

@@ -18,7 +18,7 @@ from planner.stages.bound import least_s
 from planner.stages.costs import Costed, costed, is_better
 from planner.stages.fewer import without_stages
 from planner.stages.inside import Store
-from planner.stages.search import plan_pipeline, reported, search_on
+from planner.stages.pipelines import plan_pipeline, reported, search_on
 from planner.stages.wishes import StageWishes
 from planner.upgrade_options import Option, Rates, link_options, memory_options
 
@@ -47,7 +47,7 @@ class SearchedOn:
 
 def searched_on(plan: PipelinePlan, wishes: StageWishes | None = None) -> SearchedOn:
     """The base that upgrades are compared with: what is found from the pipeline, and from some fresh ones, by changes of which as
-    many are tried as for an upgrade (``planner.stages.search.search_on``). Wishes as those of ``pipeline_upgrades``."""
+    many are tried as for an upgrade (``planner.stages.pipelines.search_on``). Wishes as those of ``pipeline_upgrades``."""
     store, asked = Store(), _asked(plan, wishes)
     found = _found_from(plan.cluster, [plan], asked, store, fresh=True)
     own_s, better = costed(plan, store=store).times.step_s, None
@@ -66,7 +66,7 @@ def pipeline_upgrades(
 ) -> list[Upgrade]:
     """What can be bought (``planner.upgrade_options``), the most useful first; of sites with pods the trunks are what joins them
     to others. Of each sort the ``top`` ones by what they bring to the plan as it is are verified by planning anew, from the plan
-    and what is found without an upgrade on (``planner.stages.search.search_on``); others, and links that the plan does not use,
+    and what is found without an upgrade (``planner.stages.pipelines.search_on``); others, and links that the plan does not use,
     are left out. Of the ``wishes`` the number of stages, rules and connections count. By the step's time, which no upgrade makes
     longer: where a walk says so, by less than a percent, the step without it is told. ``present``: what was ``searched_on``
     without an upgrade, if it was. Raises UserError for one site."""

@@ -8,14 +8,18 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.clock import now_s
+from planner.evaluate import MOST_RANKS
 from planner.sites.grouping import Groups
 from planner.stages.batches import number_about, numbers_about, unevenness
 from planner.stages.candidates import AHEAD, Candidates
 
 _STEPS = 1000
 """Changes that are looked at, at most."""
-_WARMTH = 0.02
-"""Share by which a change may make a step longer at first, about; it falls to nothing."""
+_OTHER_NUMBER = 0.1
+"""Share of the changes that join two stages, or split one."""
+WARMTHS = (0.02, 0.1)
+"""Shares by which a change may make a step longer at first, about; it falls to nothing. The first finds the best near a pipeline
+more often, the second what is farther away."""
 
 
 class Sketch(NamedTuple):
@@ -27,7 +31,9 @@ class Sketch(NamedTuple):
     ahead: int
 
 
-def wander(candidates: Candidates, start: Sketch, number: int, rng: np.random.Generator, until_s: float) -> list[Sketch]:
+def wander(
+    candidates: Candidates, start: Sketch, number: int, rng: np.random.Generator, until_s: float, warmth: float = WARMTHS[0]
+) -> list[Sketch]:
     """The best of what was met from ``start`` on, each with other sites in its stages or other micro-batches, the best first: at
     most ``number``, the start left out. Ends at ``until_s`` (``planner.clock``) at the latest."""
     if len(start.path) < 2:
@@ -41,7 +47,7 @@ def wander(candidates: Candidates, start: Sketch, number: int, rng: np.random.Ge
         if new is None:
             continue
         new_s = candidates.sketch_s(*new)
-        if new_s < at_s * (1 + _WARMTH * (1 - step / _STEPS) * rng.exponential()):
+        if new_s < at_s * (1 + warmth * (1 - step / _STEPS) * rng.exponential()):
             at, at_s = new, new_s
             key = at.path, at.micro_batches
             met[key] = min(met.get(key, (at_s, at)), (at_s, at))
@@ -49,8 +55,11 @@ def wander(candidates: Candidates, start: Sketch, number: int, rng: np.random.Ge
 
 
 def _changed(candidates: Candidates, one: Sketch, rng: np.random.Generator) -> Sketch | None:
-    """With other layers, sites, order, micro-batches or another depth; None where that is not possible."""
+    """With other layers, sites, order, micro-batches or another depth, or a stage more or less unless their number is given; None
+    where that is not possible."""
     stages, kind = len(one.path), rng.random()
+    if candidates.wishes.stages is None and rng.random() < _OTHER_NUMBER:
+        return _split(candidates, one, rng) if rng.random() < 0.5 else _joined(candidates, one, rng)
     stage, other = rng.choice(stages, size=2, replace=False).tolist()
     if kind < 0.3:
         least = 1 + candidates.workload.model.num_dense_layers * (stage == 0)
@@ -71,6 +80,37 @@ def _changed(candidates: Candidates, one: Sketch, rng: np.random.Generator) -> S
     return one._replace(ahead=int(rng.choice(AHEAD)))
 
 
+def _split(candidates: Candidates, one: Sketch, rng: np.random.Generator) -> Sketch | None:
+    """A stage becomes two, each with some of its sites and about as large a part of its layers."""
+    stage = int(rng.integers(len(one.path)))
+    group, layers, least = one.path[stage], one.layers[stage], 1 + candidates.workload.model.num_dense_layers * (stage == 0)
+    if len(group) < 2 or layers < least + 1:
+        return None
+    mixed, number = rng.permutation(group).tolist(), int(rng.integers(1, len(group)))
+    first = min(max(round(layers * number / len(group)), least), layers - 1)
+    parts = [tuple(sorted(mixed[:number])), tuple(sorted(mixed[number:]))]
+    path = (*one.path[:stage], *parts, *one.path[stage + 1 :])
+    return _with_path(candidates, one, path, (*one.layers[:stage], first, layers - first, *one.layers[stage + 1 :]))
+
+
+def _joined(candidates: Candidates, one: Sketch, rng: np.random.Generator) -> Sketch | None:
+    """Two stages next to each other become one."""
+    stage = int(rng.integers(len(one.path) - 1))
+    sites = tuple(sorted((*one.path[stage], *one.path[stage + 1])))
+    if len(one.path) == 2 or len(sites) * candidates.cluster.ranks_per_site > MOST_RANKS:
+        return None
+    path, layers = (*one.path[:stage], sites, *one.path[stage + 2 :]), one.layers[stage] + one.layers[stage + 1]
+    return _with_path(candidates, one, path, (*one.layers[:stage], layers, *one.layers[stage + 2 :]))
+
+
+def _with_path(candidates: Candidates, one: Sketch, path: Groups, layers: tuple[int, ...]) -> Sketch | None:
+    """With these sites and layers, in about as many micro-batches."""
+    possible = unevenness(candidates.workload, candidates.cluster, path)
+    if not possible or not all(map(candidates.rules.possible, path)):
+        return None
+    return one._replace(path=path, layers=layers, micro_batches=number_about(possible, one.micro_batches))
+
+
 def _with_sites(candidates: Candidates, one: Sketch, stage: int, other: int, rng: np.random.Generator) -> Sketch | None:
     """A site of one stage goes to another, or two change places."""
     mine, theirs = list(one.path[stage]), list(one.path[other])
@@ -82,10 +122,4 @@ def _with_sites(candidates: Candidates, one: Sketch, stage: int, other: int, rng
         mine.append(back)
     theirs.append(site)
     changed = {stage: tuple(sorted(mine)), other: tuple(sorted(theirs))}
-    if not all(candidates.rules.possible(group) for group in changed.values()):
-        return None
-    path = tuple(changed.get(place, group) for place, group in enumerate(one.path))
-    possible = unevenness(candidates.workload, candidates.cluster, path)
-    if not possible:
-        return None
-    return one._replace(path=path, micro_batches=number_about(possible, one.micro_batches))
+    return _with_path(candidates, one, tuple(changed.get(place, group) for place, group in enumerate(one.path)), one.layers)

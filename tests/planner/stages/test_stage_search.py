@@ -219,7 +219,7 @@ def test_an_interrupted_report_is_of_the_best(monkeypatch: pytest.MonkeyPatch) -
             raise KeyboardInterrupt
         return predicted(found, baselines, known)
 
-    monkeypatch.setattr("planner.stages.search.predicted", interrupted)
+    monkeypatch.setattr("planner.stages.pipelines.predicted", interrupted)
     plans = plan_pipelines(cluster, workload, number=6, time_limit_s=2)
     assert len(plans) == 1 and plans[0].stages == reported[0].plan.stages and plans[0].solver is not None
 

@@ -20,7 +20,7 @@ from planner.sensitivity import Upgrade
 from planner.stages import search
 from planner.stages import upgrades as upgrades_of_stages
 from planner.stages.costs import costed
-from planner.stages.search import search_on
+from planner.stages.pipelines import search_on
 from planner.stages.upgrades import of_either_kind, pipeline_upgrades, searched_on
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(3)]
