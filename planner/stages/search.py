@@ -115,7 +115,7 @@ class Search:
             self._at_other_depths(one)
         if self._is_sketched:
             self._go_round()
-            self._go_on()
+            self._go_farther()
         # Mostly the next ones have the same stages.
         self._plan_inside(self._best())
 
@@ -138,7 +138,7 @@ class Search:
             if improved:
                 self._improve_each([after], _ENDED_BY, sketched=False)
 
-    def _go_on(self) -> None:
+    def _go_farther(self) -> None:
         """Change the best one of each number of stages, then of the ``KEPT`` best numbers, in small steps and at random, in what
         is left of the time, until a few rounds of that have brought nothing. Rounds are cool and warm by turns."""
         idle, warmths, begun = 0, cycle(WARMTHS), list(self._of_each_number())
