@@ -8,7 +8,7 @@ is compared is the whole step, walked through (``planner.stages.schedule``), wit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, cycle
 
@@ -39,6 +39,10 @@ _MET = 5
 """Pipelines met by random changes of one, that are costed."""
 UNSURE = 0.03
 """Share by which a pipeline with other micro-batches may be sketched to take longer than the best one, and is tried."""
+_TRIED_IN = 0.25
+"""Share of the time left in which numbers of stages that were left out are tried."""
+_FEW = 3
+"""Pipelines of each of these."""
 _IDLE = 4
 """Rounds without a better pipeline, after which a search ends before its time."""
 _NEAR = 1.2
@@ -82,9 +86,9 @@ class Search:
         for start in starts:
             self._keep(costed(start, store=self.candidates.store))
         if fresh:
-            stages, left = self.candidates.wishes.stages, count(fresh, -1)
+            stages = self.candidates.wishes.stages
             numbers = range(2, self.candidates.cluster.sizes[0] + 1) if stages is None else (stages,)
-            self._walk_best(self.candidates.made(numbers, lambda: min(float(next(left)), self._left_s(1.0)), self.first_by_s))
+            self._walk_best(self.candidates.made(numbers, _counted(fresh, self.begun_s + self.time_limit_s), self.first_by_s))
         for search in (self._with_other_batches, self._in_small_steps, self._at_other_depths):
             for one in self._near():
                 search(one)
@@ -115,6 +119,7 @@ class Search:
             self._at_other_depths(one)
         if self._is_sketched:
             self._go_round()
+            self._try_each_number(numbers)
             self._go_farther()
         # Mostly the next ones have the same stages.
         self._plan_inside(self._best())
@@ -137,6 +142,16 @@ class Search:
             improved = self._is_better(after, before)
             if improved:
                 self._improve_each([after], _ENDED_BY, sketched=False)
+
+    def _try_each_number(self, numbers: Sequence[int]) -> None:
+        """A few pipelines of each number of stages of which none was found, those near the best one's first, in up to a share of
+        the time that is left."""
+        [best], until_s = self._best(1), now_s() + _TRIED_IN * self._left_s(_ENDED_BY)
+        missing = set(numbers) - self._of_each_number().keys()
+        for number in sorted(missing, key=lambda number: (abs(math.log(number / len(best.plan.stages))), number)):
+            if now_s() > until_s:
+                break
+            self._walk_best(self.candidates.made((number,), _counted(_FEW, until_s)))
 
     def _go_farther(self) -> None:
         """Change the best one of each number of stages, then of the ``KEPT`` best numbers, in small steps and at random, in what
@@ -346,6 +361,12 @@ class Search:
             if made is not None and made.rank(batches, rent) < inside[number].rank(batches, rent):
                 inside[number] = of_alike(made, stage, other)
         return costed(plan.with_layers([one.layers for one in inside]), inside)
+
+
+def _counted(number: int, until_s: float) -> Callable[[], float]:
+    """Says ``number`` times that there is time left, until there is none."""
+    left = count(number, -1)
+    return lambda: min(float(next(left)), until_s - now_s())
 
 
 def _but_for_ahead(plan: PipelinePlan) -> str:

@@ -66,14 +66,20 @@ def test_other_micro_batches_lie_on_a_line(seed: int) -> None:
             assert sketched(candidates, found.plan) == pytest.approx(found.times.step_s, rel=0.3)
 
 
-def wandered(seed: int, until_s: float = np.inf, dense: int = 0) -> tuple[Candidates, Sketch, list[Sketch]]:
+def wandered(
+    seed: int,
+    until_s: float = np.inf,
+    dense: int = 0,
+    stages: int | None = None,
+    start: Sketch = Sketch(((0, 1), (2,), (3, 4)), (3, 2, 1), 6, 2),
+) -> tuple[Candidates, Sketch, list[Sketch]]:
     cluster = sites_cluster(np.random.default_rng(seed), 5, 2, "pairs")
     workload = layered_workload(6, micro_batches=3)
     if dense:
         model = workload.model.model_copy(update={"num_dense_layers": dense, "dense_ffn_size": 512})
         workload = workload.model_copy(update={"model": model})
-    candidates = Candidates(cluster, workload, Schedule(), StageWishes(), StageRules(cluster, workload.model.num_experts, None))
-    start = Sketch(((0, 1), (2,), (3, 4)), (3, 2, 1), 6, 2)
+    rules, wishes = StageRules(cluster, workload.model.num_experts, None), StageWishes(stages=stages)
+    candidates = Candidates(cluster, workload, Schedule(), wishes, rules)
     return candidates, start, wander(candidates, start, 5, np.random.default_rng(0), until_s)
 
 
@@ -88,6 +94,14 @@ def test_wandering_meets_pipelines_that_are_possible_and_faster() -> None:
     assert seconds == sorted(seconds) and seconds[0] < 0.9 * candidates.sketch_s(*start)
     assert len({(one.path, one.micro_batches) for one in met}) == 5
     assert wandered(3, dense=2)[2] == met
+
+
+def test_stages_split_and_join_unless_their_number_is_given() -> None:
+    alone = Sketch(((0,), (1,), (2,), (3,), (4,)), (2, 1, 1, 1, 1), 6, 2)
+    split, joined, given = ([wandered(seed, **how)[2] for seed in range(3)] for how in ({}, {"start": alone}, {"stages": 3}))
+    assert max(len(one.path) for met in split for one in met) > 3
+    assert min(len(one.path) for met in joined for one in met) < 5
+    assert {len(one.path) for met in given for one in met} == {3}
 
 
 def test_wandering_ends_in_time() -> None:

@@ -73,6 +73,15 @@ def test_the_search_is_near_the_best_of_all(seed: int, shares: bool) -> None:
     assert found_s <= best_s * 1.05
 
 
+@pytest.mark.turns(2)
+def test_other_numbers_of_stages_are_searched_on_in_the_time_that_is_left() -> None:
+    """Six equal sites with time for many rounds: as good as what is found for each number of stages by itself."""
+    cluster, workload = sites_cluster(np.random.default_rng(0), 6, 2, "even"), layered_workload(8, micro_batches=8)
+    of_each = [plan_pipeline(cluster, workload, StageWishes(stages=stages), time_limit_s=6) for stages in range(2, 7)]
+    found = plan_pipeline(cluster, workload, time_limit_s=30)
+    assert found.predicted.step <= min(one.predicted.step for one in of_each) * 1.005
+
+
 @pytest.mark.turns(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_sites", [4, 6])
