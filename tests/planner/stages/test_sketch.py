@@ -66,12 +66,15 @@ def test_other_micro_batches_lie_on_a_line(seed: int) -> None:
             assert sketched(candidates, found.plan) == pytest.approx(found.times.step_s, rel=0.3)
 
 
+THREE = Sketch(((0, 1), (2,), (3, 4)), (3, 2, 1), 6, 2)
+
+
 def wandered(
     seed: int,
     until_s: float = np.inf,
     dense: int = 0,
     stages: int | None = None,
-    start: Sketch = Sketch(((0, 1), (2,), (3, 4)), (3, 2, 1), 6, 2),
+    start: Sketch = THREE,
 ) -> tuple[Candidates, Sketch, list[Sketch]]:
     cluster = sites_cluster(np.random.default_rng(seed), 5, 2, "pairs")
     workload = layered_workload(6, micro_batches=3)
