@@ -111,7 +111,8 @@ class Search:
         for one in self._best():
             self._with_other_batches(one, _VARIED_BY)
         if self._is_sketched:
-            self._improve_each(self._near(), _STEPPED_BY, sketched=True)
+            self._try_each_number(numbers)
+            self._improve_each(list(self._of_each_number().values()), _STEPPED_BY, sketched=True)
             self._wander_each(self._near(), _CHANGED_BY)
         self._improve_each(self._near(), _CHANGED_BY, sketched=False)
         self._plan_inside(self._best(1))
@@ -119,7 +120,6 @@ class Search:
             self._at_other_depths(one)
         if self._is_sketched:
             self._go_round()
-            self._try_each_number(numbers)
             self._go_farther()
         # Mostly the next ones have the same stages.
         self._plan_inside(self._best())
