@@ -151,7 +151,7 @@ class Search:
         for number in sorted(missing, key=lambda number: (abs(math.log(number / len(best.plan.stages))), number)):
             if now_s() > until_s:
                 break
-            self._walk_best(self.candidates.made((number,), _counted(_FEW, until_s)))
+            self._walk_best(self.candidates.made((number,), _counted(_FEW, until_s), until_s))
 
     def _go_farther(self) -> None:
         """Change the best one of each number of stages, then of the ``KEPT`` best numbers, in small steps and at random, in what
