@@ -14,7 +14,7 @@ from hybridep.codecs import EXACT, Codecs, ExpertCodec, GradientCodec, TokenCode
 from hybridep.config import build
 from hybridep.pipeline import PipelinePlan, codecs_inside
 from hybridep.plan import LayerGroup, Plan
-from hybridep.shares import on_sites, parts
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.traffic import DENSE, link_bytes, step_traffic
 from hybridep.workload import Workload
@@ -24,9 +24,7 @@ from planner.stages.bound import (
     _dense_bytes,
     _least_bytes,
     _least_sent_bytes,
-    _most_homes,
     _Sites,
-    _weighted_shares,
     least_of_any_s,
     least_s,
     least_usd_of_any,
@@ -322,29 +320,6 @@ def test_what_sites_send_each_other_is_counted_for_both() -> None:
             if sum(map(len, homes)) == experts and len(frozenset().union(*homes)) == experts
         )
         assert 0.8 * least < _least_sent_bytes(*found, alike=False) <= least * (1 + 1e-12)
-
-
-def test_shares_and_homes_are_what_stages_make_of_weights(rng: np.random.Generator) -> None:
-    """Of every stage of so many sites, with every number of sequences together; the extremes are reached within rounding."""
-    for _ in range(30):
-        weights, homes = rng.choice([0.5, 1.0, 2.0, 3.3], 5), rng.choice([0.0, 1.0, 2.5], 5)
-        together, size = [4, 6, 12], int(rng.integers(1, 5))
-        low, high = _weighted_shares(together, weights, weights, size)
-        most = _most_homes(8, homes, homes, size)
-        seen, lived = [list[float]() for _ in range(5)], [0] * 5
-        for group in combinations(range(5), size):
-            own = tuple(weights[list(group)].tolist())
-            for number in together:
-                for site, mine in zip(group, parts(number, own) if size <= number else (), strict=True):
-                    if min(parts(number, own)):
-                        seen[site].append(mine / number)
-            if homes[list(group)].any():
-                for site, mine in zip(group, parts(8, tuple(homes[list(group)].tolist())), strict=True):
-                    lived[site] = max(lived[site], mine)
-        for site in range(5):
-            assert low[site, 0] <= min(seen[site], default=1) + 1e-12 and max(seen[site], default=0) <= high[site, 0] + 1e-12
-            assert lived[site] <= most[site] <= max(lived[site] + 1, 2) or np.ptp(homes) == 0
-            assert high[site, 0] - low[site, 0] <= max(seen[site], default=1) - min(seen[site], default=0) + 2 / min(together)
 
 
 @pytest.mark.parametrize("codecs", [EXACT, *SHORT_GRADIENTS])
