@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,11 +164,12 @@ def test_an_interrupt_leaves_what_the_look_found(monkeypatch: pytest.MonkeyPatch
     cluster, workload = sites_cluster(np.random.default_rng(1), 3, 2, "pairs"), layered_workload(6)
     made, calls = Candidates.made, list[int]()
 
-    def interrupted(*given: Any) -> Any:
-        calls.append(len(calls))
+    def interrupted(mine: Candidates, numbers: Sequence[int], *more: Any) -> Any:
+        # A search begins with all numbers of stages.
+        calls.extend([0] if len(numbers) > 1 else [])
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return made(*given)
+        return made(mine, numbers, *more)
 
     monkeypatch.setattr(Candidates, "made", interrupted)
     found = plan_pipeline(cluster, workload, StageWishes(max_loss=0.005), time_limit_s=0.5)

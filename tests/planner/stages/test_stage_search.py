@@ -64,8 +64,7 @@ def best_of_all(seed: int, num_sites: int, layers: int, *, shares: bool = False)
 
 
 @pytest.mark.turns(4)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("seed", "shares"), [(0, False), pytest.param(1, False, marks=pytest.mark.slow), (2, True)])
 def test_the_search_is_near_the_best_of_all(seed: int, shares: bool) -> None:
     """Also where sites take shares of their own, of tokens and of experts."""
     found_s, best_s = best_of_all(seed, num_sites=3, layers=3, shares=shares)
