@@ -46,7 +46,7 @@ _FEW = 3
 _IDLE = 4
 """Rounds without a better pipeline, after which a search ends before its time."""
 _NEAR = 1.2
-"""Numbers of stages whose best pipeline takes over so many times as long as the best of all are not changed at random at first."""
+"""Numbers of stages whose best takes over so many times as long as the best of all are not changed at random at first."""
 _FOUND_BY, _WALKED_BY, _VARIED_BY, _STEPPED_BY, _CHANGED_BY, _ENDED_BY = 0.35, 0.5, 0.6, 0.8, 0.9, 0.95
 """Shares of the time limit after which no more pipelines are made, walked through, given other micro-batches, changed in small
 steps at first, changed before their stages are planned, and changed at all."""
