@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -28,6 +29,7 @@ from planner.sites.grouping import Groups
 from planner.stages.batches import BATCHES, MANY_BATCHES, number_about, numbers_about, unevenness
 from planner.stages.costs import pipeline_egress_usd, rooms
 from planner.stages.inside import Inside, Room, Store, layers_in_room, of_alike, placed, without_search
+from planner.stages.kinds import Kinds, kinds_of
 from planner.stages.order import groupings, ordered
 from planner.stages.rules import StageRules
 from planner.stages.schedule import balanced_layers, least_step_s, links_inside
@@ -89,6 +91,11 @@ class Candidates:
     """Kind of stage with one layer with experts, its room, and what recomputes -> how many it has room for."""
     _best_inside: dict[str, tuple[Plan, Inside]] = field(default_factory=dict)
     """Kind of stage -> a stage of it, and the best placement found there."""
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """Sites that may change places."""
+        return kinds_of(self.cluster, ruled=self.wishes.constraints is not None)
 
     @property
     def reason(self) -> str:
@@ -167,7 +174,7 @@ class Candidates:
     def _of_number(self, stages: int, goes_on: Callable[[], bool], *, tight: bool) -> Iterator[Candidate]:
         """Pipelines of so many stages, each grouping and order of sites with one number of micro-batches, while it
         ``goes_on``. ``tight``: with layers that fit, and in more micro-batches."""
-        cluster, step_bytes = self.cluster, self._step_bytes
+        cluster, step_bytes, seen = self.cluster, self._step_bytes, set[Groups]()
         for near in groupings(cluster, stages, step_bytes / (self.workload.training.micro_batches * stages)):
             groups = self.rules.mended(near)
             if groups is None:
@@ -183,12 +190,14 @@ class Candidates:
                 continue
             choices = numbers_about(possible, stages, (*BATCHES, *(MANY_BATCHES if tight else ())))
             middle = number_about(possible, BATCHES[len(BATCHES) // 2] * stages)
-            layer_s = {group: self._layer_s(group, middle) for group in groups}
-            pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
-            for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s, self.rules.apart):
+            pace_s = max(self._layer_s(group, middle) for group in groups) * self.workload.model.num_layers / stages
+            for way in ordered(cluster, groups, step_bytes / middle, middle, pace_s, self.rules.apart):
+                if (path := self.kinds.settled(way)) in seen:
+                    continue
+                seen.add(path)
                 after_s = head_s(cluster, self.workload, path[-1], middle)
                 try:
-                    layers = self._layers([layer_s[group] for group in path], after_s)
+                    layers = self._layers([self._layer_s(group, middle) for group in path], after_s)
                 except ValueError as error:
                     self.why = str(error)
                     continue

@@ -259,7 +259,7 @@ class Search:
         # To list all changes among a thousand sites takes seconds.
         while improved and now_s() <= until_s:
             own, busy, improved = best.plan.groups, best.times.busiest_sites, False
-            changes = list(changed(own, layers_of(best.plan)))
+            changes = list(changed(own, layers_of(best.plan), self.candidates.kinds))
             about_s = math.inf
             if sketched:
                 plan = best.plan

@@ -46,6 +46,7 @@ def wander(
         new = _changed(candidates, at, rng)
         if new is None:
             continue
+        new = new._replace(path=candidates.kinds.settled(new.path))
         new_s = candidates.sketch_s(*new)
         if new_s < at_s * (1 + warmth * (1 - step / _STEPS) * rng.exponential()):
             at, at_s = new, new_s

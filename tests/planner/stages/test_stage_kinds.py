@@ -1,0 +1,94 @@
+"""Sites that may change places: which those are, and that a search looks at no two pipelines that differ in nothing else."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from stage_cases import all_groups, layered_workload, sites_cluster
+
+from hybridep.config import build
+from hybridep.topology import Cluster
+from planner import StageWishes, plan_pipeline
+from planner.constraints import Constraints
+from planner.stages import sketch
+from planner.stages.changes import changed
+from planner.stages.kinds import Kinds, kinds_of
+from planner.stages.pipelines import candidates_of
+from planner.stages.sketch import Sketches
+
+
+def cluster_of(sites: list[dict[str, Any]], kind: str = "even") -> Cluster:
+    """``sites``: what is said of each beside its name."""
+    given = sites_cluster(np.random.default_rng(0), len(sites), 2, kind).model_dump(mode="json", exclude_none=True)
+    named = [site | more for site, more in zip(given["sites"], sites, strict=True)]
+    return build(Cluster, given | {"sites": named}, "kinds")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"up": "2 Gbps"},
+        {"down": "2 Gbps"},
+        {"egress": "0.05 USD/GB"},
+        {"tokens": 2.0},
+        {"experts": 0.0},
+        {"gpu": {"memory": "40 GiB"}},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_sites_are_told_apart_by(other: dict[str, Any]) -> None:
+    assert kinds_of(cluster_of([{}, other, {}, other]), ruled=False).of_site == (0, 1, 0, 1)
+
+
+def test_rules_links_and_trunks_tell_all_apart() -> None:
+    every, four = (0, 1, 2, 3), [dict[str, Any]()] * 4
+    assert kinds_of(cluster_of(four), ruled=False).of_site == (0, 0, 0, 0)
+    assert kinds_of(cluster_of(four, "pairs"), ruled=False).of_site == every
+    assert kinds_of(cluster_of(four), ruled=True).of_site == every
+    trunk = {"name": "cable", "bandwidth": "1 Gbps", "carries": {"s0 -> s1": 1.0}}
+    given = cluster_of(four).model_dump(mode="json", exclude_none=True)
+    assert kinds_of(build(Cluster, given | {"trunks": [trunk]}, "kinds"), ruled=False).of_site == every
+    rule = build(Constraints, {"rules": [{"name": "one", "kind": "no_link", "sites": ["s0"], "to": ["s1"]}]}, "rules")
+    wishes = StageWishes(constraints=rule)
+    assert candidates_of(cluster_of(four), layered_workload(4), wishes).kinds.of_site == every
+
+
+def test_a_path_is_settled_to_one_of_all_that_are_the_same() -> None:
+    kinds = Kinds((0, 1, 0, 1, 1))
+    settled = {kinds.settled(path) for path in all_groups(5)}
+
+    def of_kinds(path: tuple[tuple[int, ...], ...]) -> tuple[list[int], ...]:
+        return tuple(sorted(kinds.of_site[site] for site in group) for group in path)
+
+    for path in all_groups(5):
+        assert of_kinds(kinds.settled(path)) == of_kinds(path)
+        assert sorted(site for group in kinds.settled(path) for site in group) == [0, 1, 2, 3, 4]
+        assert kinds.settled(kinds.settled(path)) == kinds.settled(path)
+    for one, other in combinations(settled, 2):
+        assert of_kinds(one) != of_kinds(other)
+
+
+def test_changes_are_all_but_for_sites_of_a_kind() -> None:
+    path, layers = ((0, 1), (2,), (3, 4)), [2, 1, 2]
+    alone, kinds = Kinds((0, 1, 2, 3, 4)), Kinds((0, 0, 1, 0, 1))
+    every = {other for other, given in changed(path, layers, alone) if given is None}
+    some = [other for other, given in changed(path, layers, kinds) if given is None]
+    assert set(some) == {kinds.settled(other) for other in every if kinds.settled(other) != path} | (set(some) & {path})
+    assert len(some) == len(set(some)) < len(every)
+
+
+def test_a_search_sketches_no_pipeline_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[Any, ...]]()
+    sketched = Sketches._step_s
+
+    def noted(self: Sketches, path: Any, layers: Any, micro_batches: int, ahead: int) -> float:
+        seen.append((tuple(map(len, path)), layers, micro_batches, ahead))
+        return sketched(self, path, layers, micro_batches, ahead)
+
+    monkeypatch.setattr(sketch.Sketches, "_step_s", noted)
+    plan_pipeline(cluster_of([{}] * 5), layered_workload(6), time_limit_s=2)
+    assert len(seen) > 100
+    assert len(set(seen)) == len(seen)
