@@ -3,7 +3,8 @@
 Sites that are left out are idle; the others share out the same global batch (``hybridep.shares.on_sites``). One site by itself is
 tried, then numbers of them that differ by factors of ``_FACTOR``, up to all, each time those that are nearest to each other, in
 pipelines or, where none is possible, without stages; then the best ones give sites up and exchange them for others while that
-helps. Before fewer are chosen all are tried without stages, too.
+helps; sites that may change places with each other (``planner.stages.kinds``) are one to it. Before fewer are chosen all are
+tried without stages, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from planner.clock import now_s
 from planner.goal import FASTEST, Worth
 from planner.plans import goal_of, solver_report
 from planner.stages.bound import least_of_any_s, least_s, least_usd_of_any
+from planner.stages.kinds import Kinds, kinds_of
 from planner.stages.order import way_s_per_byte
 from planner.stages.pipelines import plan_pipeline
 from planner.stages.rules import StageRules
@@ -168,11 +171,14 @@ class _Search:
         if least == 1:
             self._keep_alone()
         orders = list(_near_orders(self.cluster, [self.rules.possible((site,)) for site in range(self.cluster.sizes[0])]))
-        numbers = self._numbers(max(least, 2))
-        each_s = _NUMBERED_BY * self.time_limit_s / max(len(orders) * len(numbers), 1)
-        for number in numbers:
-            for order in orders:
-                self._try(_named(self.cluster, order[:number]), each_s)
+        numbered = [
+            dict.fromkeys(self._first_of_like(_named(self.cluster, order[:number])) for order in orders)
+            for number in self._numbers(max(least, 2))
+        ]
+        each_s = _NUMBERED_BY * self.time_limit_s / max(sum(map(len, numbered)), 1)
+        for same_number in numbered:
+            for sites in same_number:
+                self._try(sites, each_s)
                 if self._left_s(_NUMBERED_BY) < 0:
                     break
         if not self._worth:
@@ -190,6 +196,10 @@ class _Search:
                 if len(sites) >= max(least, 2) and self._try(sites, each_s / 2) and self._best() != best:
                     best, improved = self._best(), True
                     break
+        if self._chosen() != every and (left_s := self._left_s(1.0)) > _AGAIN * self.time_limit_s:
+            # Nothing is left to exchange, as among like sites.
+            with suppress(HybridEPError):
+                self._keep(every, plan_pipeline(self.cluster, self.workload, self.wishes, time_limit_s=left_s))
 
     def _chosen(self) -> Sites:
         """The best sites that were tried, or all where leaving some out saves little."""
@@ -218,8 +228,9 @@ class _Search:
             self._keep((own.cluster.site_name(0),), own)
 
     def _try(self, sites: Sites, limit_s: float, *, again: bool = False) -> bool:
-        """Whether there is a plan for these sites that was not known. Those that are tried ``again`` without stages, too, if that
-        may be, and others where there is no pipeline."""
+        """Whether there is a plan for these sites, or like ones, that was not known. Those that are tried ``again`` are without
+        stages, too, if that may be, and others where there is no pipeline."""
+        sites = self._first_of_like(sites)
         if sites in self._worth and not again:
             return False
         made, limit_s = list[AnyPlan](), max(min(limit_s, self._left_s(1.0)), _LEAST_S)
@@ -243,6 +254,16 @@ class _Search:
         self._worth[sites] = min(worth, self._worth.get(sites, worth))
         if best:
             self.report("plan", made.predicted.expected_s)
+
+    def _first_of_like(self, sites: Sites) -> Sites:
+        """As many sites of each kind, the first ones in the cluster's order."""
+        every, wanted = self.cluster.site_names, set(sites)
+        numbers = tuple(number for number, site in enumerate(every) if site in wanted)
+        return tuple(every[number] for number in self._kinds.settled((numbers,))[0])
+
+    @cached_property
+    def _kinds(self) -> Kinds:
+        return kinds_of(self.cluster, ruled=self.wishes.constraints is not None)
 
     def _left_s(self, share: float) -> float:
         return self.begun_s + share * self.time_limit_s - now_s()

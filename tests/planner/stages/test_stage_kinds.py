@@ -10,10 +10,11 @@ import pytest
 from stage_cases import all_groups, layered_workload, sites_cluster
 
 from hybridep.config import build
+from hybridep.pipeline import PipelinePlan
 from hybridep.topology import Cluster
-from planner import StageWishes, plan_pipeline
+from planner import StageWishes, plan_pipeline, sites_that_pay
 from planner.constraints import Constraints
-from planner.stages import sketch
+from planner.stages import fewer, sketch
 from planner.stages.changes import changed
 from planner.stages.kinds import Kinds, kinds_of
 from planner.stages.pipelines import candidates_of
@@ -92,3 +93,22 @@ def test_a_search_sketches_no_pipeline_twice(monkeypatch: pytest.MonkeyPatch) ->
     plan_pipeline(cluster_of([{}] * 5), layered_workload(6), time_limit_s=2)
     assert len(seen) > 100
     assert len(set(seen)) == len(seen)
+
+
+def test_no_sites_are_tried_that_are_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[tuple[str, ...]]()
+    planned = fewer.plan_pipeline
+
+    def noted(cluster: Cluster, *asked: Any, time_limit_s: float, **more: Any) -> PipelinePlan:
+        tried.append(cluster.site_names)
+        return planned(cluster, *asked, time_limit_s=min(time_limit_s, 0.3), **more)
+
+    monkeypatch.setattr(fewer, "plan_pipeline", noted)
+    slow, gpu = {"up": "0.2 Gbps"}, {"gpu": {"throughput": "0.3 TFLOPS"}}
+    cluster = cluster_of([one | gpu for one in (slow, {}, {}, slow, {})])
+    assert sites_that_pay(cluster, layered_workload(4, micro_batch_size=10), time_limit_s=9).sites == ("s1", "s2", "s4")
+    like = [(sum(site in {"s0", "s3"} for site in sites), len(sites)) for sites in tried if len(sites) < 5]
+    assert set(like) == {(0, 2), (0, 3), (1, 3), (1, 4)}
+    assert len(set(like)) == len(like)
+    # What is left of the time is for all sites.
+    assert len(tried) - len(like) == 3
