@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
@@ -44,17 +44,37 @@ def test_what_sites_are_told_apart_by(other: dict[str, Any]) -> None:
     assert kinds_of(cluster_of([{}, other, {}, other]), ruled=False).of_site == (0, 1, 0, 1)
 
 
-def test_rules_links_and_trunks_tell_all_apart() -> None:
+def test_rules_and_different_links_tell_all_apart() -> None:
     every, four = (0, 1, 2, 3), [dict[str, Any]()] * 4
     assert kinds_of(cluster_of(four), ruled=False).of_site == (0, 0, 0, 0)
     assert kinds_of(cluster_of(four, "pairs"), ruled=False).of_site == every
     assert kinds_of(cluster_of(four), ruled=True).of_site == every
-    trunk = {"name": "cable", "bandwidth": "1 Gbps", "carries": {"s0 -> s1": 1.0}}
-    given = cluster_of(four).model_dump(mode="json", exclude_none=True)
-    assert kinds_of(build(Cluster, given | {"trunks": [trunk]}, "kinds"), ruled=False).of_site == every
     rule = build(Constraints, {"rules": [{"name": "one", "kind": "no_link", "sites": ["s0"], "to": ["s1"]}]}, "rules")
     wishes = StageWishes(constraints=rule)
     assert candidates_of(cluster_of(four), layered_workload(4), wishes).kinds.of_site == every
+
+
+def test_pods_of_a_site_are_alike_and_sites_with_the_same_ways() -> None:
+    given = cluster_of([{}] * 3).model_dump(mode="json", exclude_none=True)
+    given["sites"][1]["pods"] = 3
+    given["levels"][0]["pods"] = {"bandwidth": "10 Gbps", "latency": "0.1 ms"}
+    assert kinds_of(build(Cluster, given, "pods"), ruled=False).of_site == (0, 1, 1, 1, 0)
+    pairs = cluster_of([{}] * 4, "pairs").model_dump(mode="json", exclude_none=True)
+    way = {"bandwidth": "1 Gbps", "latency": "1 ms"}
+    alike = [{"src": f"s{a}", "dst": f"s{b}", **way} for a, b in permutations(range(4), 2)]
+    assert kinds_of(build(Cluster, pairs | {"links": alike}, "pairs"), ruled=False).of_site == (0, 0, 0, 0)
+    for key, value in {"bandwidth": "2 Gbps", "latency": "2 ms", "egress": "0.05 USD/GB"}.items():
+        one = [link | ({key: value} if link["src"] == "s1" and link["dst"] == "s3" else {}) for link in alike]
+        assert kinds_of(build(Cluster, pairs | {"links": one}, "pairs"), ruled=False).of_site == (0, 1, 0, 2)
+        # There and back: then these two may change places, and so may the others.
+        both = [link | ({key: value} if {link["src"], link["dst"]} == {"s1", "s3"} else {}) for link in alike]
+        assert kinds_of(build(Cluster, pairs | {"links": both}, "pairs"), ruled=False).of_site == (0, 1, 0, 1)
+    for carries, of_site in (({"s1 -> s3": 1.0}, (0, 1, 0, 2)), ({"s1 -> s3": 0.5, "s3 -> s1": 0.5}, (0, 1, 0, 1))):
+        trunk = {"name": "cable", "bandwidth": "1 Gbps", "carries": carries}
+        for links in ([], alike):
+            assert kinds_of(build(Cluster, pairs | {"links": links, "trunks": [trunk]}, "pairs"), ruled=False).of_site == of_site
+    ring = [link | ({"latency": "2 ms"} if (int(link["src"][1]) - int(link["dst"][1])) % 4 == 1 else {}) for link in alike]
+    assert kinds_of(build(Cluster, pairs | {"links": ring}, "pairs"), ruled=False).of_site == (0, 1, 2, 3)
 
 
 def test_a_path_is_settled_to_one_of_all_that_are_the_same() -> None:
