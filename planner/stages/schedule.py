@@ -30,6 +30,8 @@ _MOST_LANES = 128
 _WALKED, _LAST = 8, 2
 """Micro-batches for each stage that are walked through at least, or twice as many as are in flight; and those of them of which
 further ones have the pace, in whole rounds: where stages wait for long ways, as many as are in flight come at a time."""
+_ROUNDING = 1e-12
+"""Share of a step that is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,8 @@ class PipelineTimes:
     def bubble_s(self) -> float:
         """What stages that wait for each other add to ``work_s``."""
         forth, back = ([[Sent(NOTHING, one.to) for one in sent] for sent in ways] for ways in self._ways)
-        return min(max(self._walked_s(forth, back), self.work_s), self.step_s) - self.work_s
+        seconds = min(max(self._walked_s(forth, back), self.work_s), self.step_s) - self.work_s
+        return seconds if seconds > _ROUNDING * self.step_s else 0.0
 
     @property
     def activations_s(self) -> float:
