@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -151,6 +151,8 @@ class _Choice:
     time_limit_s: float
     top: int = 1
     _began_s: float = field(default_factory=now_s)
+    _known: Mapping[tuple[str, ...], PipelinePlan] = field(default_factory=dict)
+    """Pipelines for some sites, found on the way."""
 
     def run(self, fewer: bool) -> Staged:
         sites, found = self._paying() if fewer else (self.every.sites, None)
@@ -184,13 +186,15 @@ class _Choice:
                 raise
             self.tell(f"for all sites, since no others were found: {error}")
             return every.sites, None
+        self._known = paying.pipelines
         return paying.sites, paying.fewer
 
     def _planned(self, sites: tuple[str, ...], limit_s: float) -> Staged:
         asked, left_out = self.every.among(sites), self._left_out(sites)
         if left_out:
             self.tell(self._for(sites))
-        chosen, without = _with_and_without(asked, limit_s, self.tell, self.or_without, self.shown, self.top)
+        known = self._known.get(sites)
+        chosen, without = _with_and_without(asked, limit_s, self.tell, self.or_without, self.shown, self.top, known)
         return Staged(asked=asked, chosen=chosen, without=without, left_out=left_out)
 
     def _again(self, made: Staged, sites: tuple[str, ...]) -> Staged | None:
@@ -200,7 +204,15 @@ class _Choice:
         if left_s < _LEFT * self.time_limit_s:
             return None
         try:
-            choice = in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=left_s, shown=self.shown, top=self.top)
+            choice = in_stages(
+                asked.cluster,
+                asked.workload,
+                asked.wishes,
+                time_limit_s=left_s,
+                shown=self.shown,
+                known=self._known.get(sites),
+                top=self.top,
+            )
         except (HybridEPError, KeyboardInterrupt):
             return None
         return self._if_better(choice, made)
@@ -235,13 +247,13 @@ class _Choice:
 
 
 def _with_and_without(
-    asked: Asked, time_limit_s: float, tell: Tell, or_without: bool, shown: bool, top: int
+    asked: Asked, time_limit_s: float, tell: Tell, or_without: bool, shown: bool, top: int, known: PipelinePlan | None
 ) -> tuple[StageChoice, Plan | None]:
-    """(The best plan, the one without stages if it may be): a short look at each, and the rest of the time for what is better, or
-    for both. Raises the reason of the latter where neither is possible."""
+    """(The best plan, the one without stages if it may be): a short look at each, the first from a pipeline that is ``known`` on,
+    and the rest of the time for what is better, or for both. Raises the reason of the latter where neither is possible."""
     began_s = now_s()
 
-    def staged(limit_s: float, known: PipelinePlan | None = None) -> StageChoice:
+    def staged(limit_s: float, known: PipelinePlan | None = known) -> StageChoice:
         return in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=limit_s, shown=shown, known=known, top=top)
 
     def left_s(share: float = 1.0) -> float:

@@ -62,8 +62,8 @@ def in_stages(
     """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation the one that is fastest in a
     simulation of all ranks; the planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as
     in a lab. With a ``goal`` the cheapest, or the fastest within a budget. ``shown``: with the search's progress on stderr.
-    ``known``: one more to choose from. ``top``: how many are wanted, the others in ``StageChoice.others``. Raises what the
-    planner raises."""
+    ``known``: one more to choose from, from which the search goes on, too. ``top``: how many are wanted, the others in
+    ``StageChoice.others``. Raises what the planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
     from planner import StageWishes, plan_pipelines
 
@@ -72,8 +72,9 @@ def in_stages(
     started_s, share = now_s(), SEARCHED if number > 1 else 1.0
     # It ends before simulations show theirs.
     with PlanProgress() if shown else nullcontext() as progress:
-        made = plan_pipelines(cluster, workload, wishes, max(number, top), time_limit_s=share * time_limit_s, report=progress)
-    if known is not None:
+        limit_s, starts = share * time_limit_s, [] if known is None else [known]
+        made = plan_pipelines(cluster, workload, wishes, max(number, top), time_limit_s=limit_s, report=progress, starts=starts)
+    if known is not None and all(one.digest != known.digest for one in made):
         made.append(known)
         made.sort(key=lambda one: wishes.goal.worth(one.predicted.expected_s, one.predicted.cost_usd))
     near = made

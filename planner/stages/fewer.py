@@ -10,7 +10,7 @@ tried without stages, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -62,6 +62,8 @@ class Paying:
     sites: Sites
     fewer: AnyPlan | None
     """The best plan found for fewer sites than all, with the same global batch; None where there is none."""
+    pipelines: Mapping[Sites, PipelinePlan] = field(default_factory=dict)
+    """The best one found for each choice of sites that was tried."""
 
 
 def sites_that_pay(
@@ -78,17 +80,18 @@ def sites_that_pay(
     wishes = wishes or StageWishes()
     wishes.check(cluster)
     begun_s, rules = now_s(), StageRules(cluster, workload.model.num_experts, wishes.constraints)
-    asked = wishes
+    asked, known = wishes, dict[Sites, PipelinePlan]()
     if asked.max_loss is not None:
         # Once, for all sites: the many searches here are too short to choose codecs in each.
         with suppress(HybridEPError):
             coded = plan_pipeline(cluster, workload, wishes, time_limit_s=_CODED * time_limit_s)
-            wishes = replace(wishes, codecs=coded.codecs, max_loss=None)
-    search = _Search(cluster, workload, wishes, rules, begun_s, time_limit_s, report or (lambda what, seconds: None))
+            wishes, known = replace(wishes, codecs=coded.codecs, max_loss=None), {cluster.site_names: coded}
+    search = _Search(cluster, workload, wishes, rules, begun_s, time_limit_s, report or (lambda what, seconds: None), known)
     paying = search.run()
-    if paying.fewer is None or wishes is asked:
+    if wishes is asked:
         return paying
-    return replace(paying, fewer=_bounded_for_all(paying.fewer, asked))
+    # Bounds of those that were found hold for the chosen codecs alone.
+    return Paying(sites=paying.sites, fewer=None if paying.fewer is None else _bounded_for_all(paying.fewer, asked))
 
 
 def _bounded_for_all(plan: AnyPlan, wishes: StageWishes) -> AnyPlan:
@@ -153,6 +156,8 @@ class _Search:
     begun_s: float
     time_limit_s: float
     report: Report
+    _pipelines: dict[Sites, PipelinePlan]
+    """As ``Paying.pipelines``."""
     _worth: dict[Sites, Worth] = field(default_factory=dict)
     _fewer: AnyPlan | None = None
 
@@ -163,7 +168,7 @@ class _Search:
         except KeyboardInterrupt:
             if not self._worth:
                 raise
-        return Paying(sites=self._chosen(), fewer=self._fewer)
+        return Paying(sites=self._chosen(), fewer=self._fewer, pipelines=self._pipelines)
 
     def _search(self) -> None:
         every = self.cluster.site_names
@@ -183,7 +188,7 @@ class _Search:
                     break
         if not self._worth:
             # Says why not.
-            self._keep(every, plan_pipeline(self.cluster, self.workload, self.wishes, time_limit_s=each_s))
+            self._keep(every, self._pipeline(every, each_s))
         if self._chosen() != every and self._left_s(1.0) > 0:
             # A search of a second or two says little of many sites.
             self._try(every, _AGAIN * self.time_limit_s, again=True)
@@ -199,7 +204,7 @@ class _Search:
         if self._chosen() != every and (left_s := self._left_s(1.0)) > _AGAIN * self.time_limit_s:
             # Nothing is left to exchange, as among like sites.
             with suppress(HybridEPError):
-                self._keep(every, plan_pipeline(self.cluster, self.workload, self.wishes, time_limit_s=left_s))
+                self._keep(every, self._pipeline(every, left_s))
 
     def _chosen(self) -> Sites:
         """The best sites that were tried, or all where leaving some out saves little."""
@@ -235,15 +240,21 @@ class _Search:
             return False
         made, limit_s = list[AnyPlan](), max(min(limit_s, self._left_s(1.0)), _LEAST_S)
         with suppress(HybridEPError):
-            asked = among(self.cluster, self.workload, self.wishes, sites, self.rules)
+            made.append(self._pipeline(sites, limit_s))
+        if self.wishes.stages is None and (again or not made):
             with suppress(HybridEPError):
-                patience_s = max(limit_s, _PATIENCE_S) if len(sites) < self.cluster.sizes[0] else math.inf
-                made.append(plan_pipeline(*asked, time_limit_s=limit_s, patience_s=patience_s))
-            if self.wishes.stages is None and (again or not made):
-                made.append(without_stages(*asked, limit_s / 2))
+                made.append(without_stages(*among(self.cluster, self.workload, self.wishes, sites, self.rules), limit_s / 2))
         for one in made:
             self._keep(sites, one)
         return bool(made)
+
+    def _pipeline(self, sites: Sites, limit_s: float) -> PipelinePlan:
+        """The best one found for these sites, now or before. Raises what the planner raises."""
+        patience_s = max(limit_s, _PATIENCE_S) if len(sites) < self.cluster.sizes[0] else math.inf
+        known, asked = self._pipelines.get(sites), among(self.cluster, self.workload, self.wishes, sites, self.rules)
+        starts = [] if known is None else [known]
+        self._pipelines[sites] = plan_pipeline(*asked, time_limit_s=limit_s, patience_s=patience_s, starts=starts)
+        return self._pipelines[sites]
 
     def _keep(self, sites: Sites, made: AnyPlan) -> None:
         worth = self.wishes.goal.worth(made.predicted.expected_s, made.predicted.cost_usd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridep.codecs import EXACT
@@ -28,9 +29,9 @@ def search_kept(held: PipelinePlan, cluster: Cluster, wishes: StageWishes, *, ti
     it in other micro-batches, with other placements inside stages, at other depths, with what it takes computed again, and with
     other codecs where these are to be chosen. ``store``: what was found of stages before, and is now."""
 
-    def make(asked: StageWishes, since_s: float, limit_s: float) -> list[Costed]:
+    def make(asked: StageWishes, since_s: float, limit_s: float, known: Sequence[PipelinePlan] = ()) -> list[Costed]:
         candidates = candidates_of(cluster, held.workload, asked, store)
-        return _Kept(candidates, since_s, limit_s, lambda what, seconds: None).of(held)
+        return _Kept(candidates, since_s, limit_s, lambda what, seconds: None).of(held, known)
 
     if wishes.max_loss is None:
         return make(wishes, now_s(), time_limit_s)
@@ -39,8 +40,9 @@ def search_kept(held: PipelinePlan, cluster: Cluster, wishes: StageWishes, *, ti
 
 @dataclass
 class _Kept(Search):
-    def of(self, held: PipelinePlan) -> list[Costed]:
-        """The best ones. Raises InfeasibleError where none fits."""
+    def of(self, held: PipelinePlan, known: Sequence[PipelinePlan]) -> list[Costed]:
+        """The best ones, of those that are ``known``, too. Raises InfeasibleError where none fits."""
+        self._begin(known)
         candidates, codecs = self.candidates, dict(self.candidates.wishes.codecs)
         found = costed(held.at_rates(candidates.cluster, candidates.schedule), store=candidates.store)
         outer = codecs.get(candidates.cluster.levels[0].name, EXACT)

@@ -39,9 +39,12 @@ def plan_pipeline(
     time_limit_s: float = 60.0,
     report: Report | None = None,
     patience_s: float = math.inf,
+    starts: Sequence[PipelinePlan] = (),
 ) -> PipelinePlan:
     """The best pipeline found, as expected. Arguments and errors as `plan_pipelines`."""
-    return plan_pipelines(cluster, workload, wishes, time_limit_s=time_limit_s, report=report, patience_s=patience_s)[0]
+    return plan_pipelines(
+        cluster, workload, wishes, time_limit_s=time_limit_s, report=report, patience_s=patience_s, starts=starts
+    )[0]
 
 
 def plan_pipelines(
@@ -53,12 +56,14 @@ def plan_pipelines(
     time_limit_s: float = 60.0,
     report: Report | None = None,
     patience_s: float = math.inf,
+    starts: Sequence[PipelinePlan] = (),
 ) -> list[PipelinePlan]:
     """The best pipelines found in as many stages as are wished for, with their predictions, the best first: at most ``number``,
     which differ in more than how far ahead they run. Exact but for codecs; for experts that are chosen alike, or with measured
     popularity. The best one is the fastest, or what the goal says; all keep the rules. The bound is below every pipeline, and
     says little. ``report``: told ("bound" or "plan", seconds) as either is known or improves. On KeyboardInterrupt, once there is
-    a plan, the best so far. ``patience_s``: for how long a first one is looked for at most.
+    a plan, the best so far. ``patience_s``: for how long a first one is looked for at most. ``starts``: pipelines over the same
+    sites that are known and keep the rules, from which the search goes on, too; not from those with other codecs.
 
     Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
     memory, the rules or the budget, and says why.
@@ -72,9 +77,11 @@ def plan_pipelines(
     bound_s = least_s(cluster, workload, stages or 2, wishes.shortest(cluster, workload), alike=not wishes.popularity)
     told("bound", bound_s)
 
-    def make(asked: StageWishes, since_s: float, limit_s: float) -> list[Costed]:
+    def make(asked: StageWishes, since_s: float, limit_s: float, known: Sequence[PipelinePlan] = ()) -> list[Costed]:
         search = Search(candidates_of(cluster, workload, asked), since_s, limit_s, told, since_s + patience_s)
-        return search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
+        numbers = range(2, cluster.sizes[0] + 1) if stages is None else (stages,)
+        here = [one.at_rates(cluster, search.candidates.schedule) for one in (*starts, *known) if one.codecs == asked.codecs]
+        return search.run(numbers, number, here)
 
     if wishes.max_loss is None:
         found = make(wishes, begun_s, time_limit_s)

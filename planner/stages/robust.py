@@ -75,7 +75,8 @@ def pipeline_for_scenarios(
     until_s = began_s + time_limit_s
     limit_s = _NOMINAL * time_limit_s
     try:
-        made = plan_pipelines(cluster, workload, wishes, _CANDIDATES, time_limit_s=limit_s, report=report)
+        starts = [] if known is None else [known]
+        made = plan_pipelines(cluster, workload, wishes, _CANDIDATES, time_limit_s=limit_s, report=report, starts=starts)
     except KeyboardInterrupt:
         if known is None:
             raise
@@ -198,7 +199,8 @@ def _search(choice: _Choice, workload: Workload, wishes: StageWishes, time_limit
         place = next(one for one in choice.from_quantile if one not in tried)
         tried.add(place)
         with suppress(HybridEPError):
-            choice.consider(plan_pipelines(choice.scenarios[place], workload, wishes, _CANDIDATES, time_limit_s=limit_s))
+            scenario, starts = choice.scenarios[place], [choice.plan]
+            choice.consider(plan_pipelines(scenario, workload, wishes, _CANDIDATES, time_limit_s=limit_s, starts=starts))
     looks = max(_LOOKS // choice.scenarios[0].sizes[0], 1)
     for _ in range(_ROUNDS):
         before = choice.plan

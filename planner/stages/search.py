@@ -72,8 +72,9 @@ class Search:
     _searched: dict[str, tuple[Plan, Inside | None]] = field(default_factory=dict)
     """Kind of stage -> the stage for which it was planned, and what was found; None where that is nothing that fits."""
 
-    def run(self, numbers: Sequence[int], number: int) -> list[Costed]:
-        """The best pipelines of so many stages, the fastest first."""
+    def run(self, numbers: Sequence[int], number: int, starts: Sequence[PipelinePlan] = ()) -> list[Costed]:
+        """The best pipelines of so many stages, the fastest first. ``starts``: some that are known."""
+        self._begin(starts)
         try:
             self._search(numbers)
         except KeyboardInterrupt:
@@ -83,8 +84,7 @@ class Search:
 
     def go_on(self, starts: Sequence[PipelinePlan], fresh: int) -> None:
         """Search from these pipelines on, and from about so many fresh ones."""
-        for start in starts:
-            self._keep(costed(start, store=self.candidates.store))
+        self._begin(starts)
         if fresh:
             stages = self.candidates.wishes.stages
             numbers = range(2, self.candidates.cluster.sizes[0] + 1) if stages is None else (stages,)
@@ -92,6 +92,10 @@ class Search:
         for search in (self._with_other_batches, self._in_small_steps, self._at_other_depths):
             for one in self._near():
                 search(one)
+
+    def _begin(self, starts: Sequence[PipelinePlan]) -> None:
+        for start in starts:
+            self._keep(costed(start, store=self.candidates.store))
 
     def best(self, number: int) -> list[Costed]:
         """The best pipelines that were found, at most so many, the fastest first."""
@@ -104,7 +108,7 @@ class Search:
 
     def _search(self, numbers: Sequence[int]) -> None:
         candidates = self.candidates.made(numbers, lambda: self._left_s(_FOUND_BY), self.first_by_s)
-        if not candidates:
+        if not (candidates or self._found):
             why = self.candidates.reason
             raise InfeasibleError(f"pipeline over {self.candidates.cluster.name}: no number of stages is possible; {why}")
         self._walk_best(candidates)

@@ -12,6 +12,7 @@ from functools import partial, reduce
 from hybridep.codec_losses import permitted, times_exact, worthwhile
 from hybridep.codecs import EXACT, KINDS, PAYLOADS, Codecs
 from hybridep.errors import InfeasibleError
+from hybridep.pipeline import PipelinePlan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import now_s
@@ -21,8 +22,8 @@ from planner.stages.inside import Store, fitting
 from planner.stages.wishes import StageWishes
 from planner.within_loss import without_useless
 
-Make = Callable[[StageWishes, float, float], list[Costed]]
-"""(wishes with codecs, when it begins, time limit) -> the best pipelines with these."""
+Make = Callable[[StageWishes, float, float, Sequence[PipelinePlan]], list[Costed]]
+"""(wishes with codecs, when it begins, time limit, some that are known) -> the best pipelines with these."""
 _LOOK = 0.2
 """Share of the time limit for a look at pipelines, after which codecs are chosen for the search."""
 _PLAIN = 16
@@ -47,8 +48,9 @@ def pipelines_within_loss(
     searched: list[Costed] = []
     try:
         with suppress(InfeasibleError):  # what is known has room, maybe with codecs that need less of it
-            suited = choice.wishes_with(choice.best(looked[:_RATED], every))
-            searched = make(suited, now_s(), max(time_limit_s - (now_s() - begun_s), 0.0))
+            suited = choice.best(looked[:_RATED], every)
+            known = [one.plan for one in choice.coded(looked[:_RATED], suited)]
+            searched = make(choice.wishes_with(suited), now_s(), max(time_limit_s - (now_s() - begun_s), 0.0), known)
         near = [*looked[:_RATED], *searched[:_RATED]]
         found = choice.coded([*looked[:_RATED], *searched], choice.best(near, every))
         return choice.plain(found, _PLAIN)
@@ -87,7 +89,7 @@ def _first(choice: _Choice, make: Make, every: Sequence[Codecs], time_limit_s: f
     small = worthwhile(every, choice.workload, None)
     for codecs in (every[0], *(one for one in small if one != every[0])):
         try:
-            return make(choice.wishes_with(codecs), now_s(), _LOOK * time_limit_s)
+            return make(choice.wishes_with(codecs), now_s(), _LOOK * time_limit_s, ())
         except InfeasibleError as error:  # what a codec keeps may not fit
             missing = missing or error
         if now_s() - begun_s > time_limit_s:
