@@ -107,7 +107,8 @@ class Search:
         return [self._least_again(self._least_ahead(one)) for one in sorted([*first, *rest], key=self._worth)]
 
     def _search(self, numbers: Sequence[int]) -> None:
-        candidates = self.candidates.made(numbers, lambda: self._left_s(_FOUND_BY), self.first_by_s)
+        first_by_s = -math.inf if self._found else self.first_by_s
+        candidates = self.candidates.made(numbers, lambda: self._left_s(_FOUND_BY), first_by_s)
         if not (candidates or self._found):
             why = self.candidates.reason
             raise InfeasibleError(f"pipeline over {self.candidates.cluster.name}: no number of stages is possible; {why}")

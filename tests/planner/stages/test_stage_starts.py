@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.topology import Cluster
 from planner import StageWishes, plan_pipeline
 from planner.stages import fewer
+from planner.stages.candidates import Candidate, Candidates
 from planner.stages.search import Search
 
 pytestmark = pytest.mark.timeout(120)
@@ -79,3 +81,20 @@ def test_a_known_pipeline_is_one_to_choose_from_once() -> None:
     found = in_stages(cluster, workload, time_limit_s=1, known=good)
     every = [found.plan.digest, *(other.plan.digest for other in found.others)]
     assert every.count(good.digest) == 1
+
+
+def test_no_other_is_awaited_where_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take far longer than the limit to find a first one that fits."""
+    awaited, made = list[float](), Candidates.made
+
+    def noted(self: Candidates, numbers: Any, left_s: Any, first_by_s: float = math.inf, **more: Any) -> list[Candidate]:
+        awaited.append(first_by_s)
+        return made(self, numbers, left_s, first_by_s, **more)
+
+    monkeypatch.setattr(Candidates, "made", noted)
+    cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(6)
+    good = plan_pipeline(cluster, workload, time_limit_s=1)
+    assert awaited[0] == math.inf
+    awaited.clear()
+    assert plan_pipeline(cluster, workload, time_limit_s=0, starts=[good]).predicted.step <= good.predicted.step * (1 + 1e-9)
+    assert awaited[0] == -math.inf
