@@ -233,8 +233,8 @@ class _Search:
             self._keep((own.cluster.site_name(0),), own)
 
     def _try(self, sites: Sites, limit_s: float, *, again: bool = False) -> bool:
-        """Whether there is a plan for these sites, or like ones, that was not known. Those that are tried ``again`` are without
-        stages, too, if that may be, and others where there is no pipeline."""
+        """Whether there is a plan for these sites, or like ones, that was not known. ``again``: also without stages, if that may
+        be, as all are where there is no pipeline."""
         sites = self._first_of_like(sites)
         if sites in self._worth and not again:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,17 @@ def test_what_is_found_is_no_worse_than_where_it_began(monkeypatch: pytest.Monke
 
 def test_no_start_has_other_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(8)
-    coded = StageWishes(codecs={"dc": Codecs(activations="int8")})
+    coded, begun, begin = StageWishes(codecs={"dc": Codecs(activations="int8")}), list[int](), Search._begin
+
+    def noted(self: Search, starts: Sequence[PipelinePlan]) -> None:
+        begun.append(len(starts))
+        begin(self, starts)
+
     good = plan_pipeline(cluster, workload, coded, time_limit_s=1)
-    idle(monkeypatch)
-    assert plan_pipeline(cluster, workload, coded, starts=[good]).codecs == good.codecs
-    with pytest.raises(IndexError):
-        plan_pipeline(cluster, workload, starts=[good])
+    monkeypatch.setattr(Search, "_begin", noted)
+    assert plan_pipeline(cluster, workload, coded, time_limit_s=0.1, starts=[good]).codecs == good.codecs
+    assert plan_pipeline(cluster, workload, time_limit_s=0.1, starts=[good]).codecs == {}
+    assert begun == [1, 0]
 
 
 def test_the_second_look_goes_on_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
