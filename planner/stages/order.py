@@ -24,8 +24,8 @@ def way_s_per_byte(cluster: Cluster) -> FloatArray:
 
 
 def groupings(cluster: Cluster, stages: int, batch_bytes: float) -> Iterator[Groups]:
-    """Sites in so many groups, near ones together: of nearly equal size, as they grow together, and in the cluster's order.
-    ``batch_bytes``: what all ranks of a stage pass on with one micro-batch."""
+    """Sites in so many groups, near ones together: of nearly equal size, as they grow together, in the cluster's order, and with
+    the farthest site by itself. ``batch_bytes``: what all ranks of a stage pass on with one micro-batch."""
     size = cluster.sizes[0]
     seen = set()
     apart = np.zeros((size, size))
@@ -35,11 +35,20 @@ def groupings(cluster: Cluster, stages: int, batch_bytes: float) -> Iterator[Gro
         np.fill_diagonal(apart, 0.0)
     in_order = tuple(tuple(int(site) for site in part) for part in np.array_split(np.arange(size), stages))
     near = nearest_groups(apart, stages)
-    for found in (near, grown_groups(apart, stages) if size > stages > 1 else near, in_order):
+    for found in (near, grown_groups(apart, stages) if size > stages > 1 else near, in_order, _one_by_itself(apart, stages)):
         key = tuple(sorted(found))
         if len(found) == stages and key not in seen:
             seen.add(key)
             yield found
+
+
+def _one_by_itself(apart: FloatArray, stages: int) -> Groups:
+    """The site that is farthest from the others makes a stage, the rest the other ones, near ones together."""
+    if stages < 2:
+        return ()
+    far = int(apart.sum(axis=1).argmax())
+    rest = np.delete(np.arange(len(apart)), far)
+    return ((far,), *(tuple(rest[list(group)].tolist()) for group in nearest_groups(apart[np.ix_(rest, rest)], stages - 1)))
 
 
 def ordered(

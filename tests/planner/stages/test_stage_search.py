@@ -265,6 +265,17 @@ def test_groupings_have_as_many_stages_as_asked_for_and_every_site_once() -> Non
     assert rate[2, 5] == pytest.approx(1 / min(link.bandwidth, 125e6))
 
 
+def test_the_farthest_site_is_also_tried_by_itself_and_the_rest_in_groups_of_nearly_equal_size() -> None:
+    cluster = sites_cluster(np.random.default_rng(7), 7, 1, "pairs")
+    links = tuple(
+        link.model_copy(update={"bandwidth": 1e9, "latency": 0.11 if "s4" in (link.src, link.dst) else 0.1})
+        for link in cluster.links
+    )
+    found = list(groupings(cluster.model_copy(update={"links": links}), 3, 1e6))
+    assert [(4,), 3, 3] in [[groups[0], *map(len, groups[1:])] for groups in found]
+    assert len({tuple(sorted(groups)) for groups in found}) == len(found)
+
+
 @pytest.mark.turns(2)
 def test_inside_a_stage_the_planner_is_no_worse_than_a_few_placements() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(8), 3, 2, "pairs"), layered_workload(3, ffn=1024)
