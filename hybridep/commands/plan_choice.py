@@ -90,13 +90,14 @@ def choose(
     most: int = CANDIDATES,
 ) -> SimulatedChoice:
     """The plan whose step is simulated to be the shortest, of those that cost no more than any other planner's, with the solver's
-    report of the first, which costs least. Simulates ``most`` of them in order of cost, for a model of few layers,
-    and begins none but the first two after ``until_s`` (``planner.clock``). With a record, of which other planners know nothing,
-    of all plans, and all layers."""
+    report of the first, which costs least. Simulates that one and those whose expected steps are the shortest, ``most`` in all,
+    for a model of few layers, and begins none but the first two after ``until_s`` (``planner.clock``). With a record, of which
+    other planners know nothing, of all plans, and all layers."""
     first = plans[0]
     if len(plans) > 1 and not recorded:
         most_s = least_of_others_s(first, rules)
-        plans = [first, *(one for one in plans[1:] if _cost_s(one) <= most_s)][:most]
+        others = sorted((one for one in plans[1:] if _cost_s(one) <= most_s), key=lambda one: one.predicted.expected_s)
+        plans = [first, *others][:most]
     if len(plans) == 1:
         return SimulatedChoice(plan=first, simulated=0, shorter=0.0, dearer=0.0)
     short = list(plans) if recorded else shortened(plans)
