@@ -198,7 +198,11 @@ def _wanted(together: IntArray, way: IntArray, link: IntArray, held_s: FloatArra
     what is on its way at the same time. ``together`` and ``least_s``: [ways], ``way``, ``link`` and ``held_s``: [entries]."""
     place = together[way] * (link.max(initial=0) + 1) + link
     own_s = np.bincount(place, weights=held_s)[place]
-    longest_s = least_s.copy()
+    longest_s, second_s = least_s.copy(), least_s.copy()
     np.maximum.at(longest_s, way, own_s)
-    # Where one link holds all up, its own time is no other's.
-    return np.divide(held_s, longest_s[way], out=np.ones_like(held_s), where=held_s < longest_s[way])
+    is_longest = own_s == longest_s[way]
+    np.maximum.at(second_s, way[~is_longest], own_s[~is_longest])
+    # Where one link holds all up, its own time is no limit there, or small messages would leave room to large ones.
+    alone = is_longest & (np.bincount(way[is_longest], minlength=len(least_s))[way] == 1)
+    others_s = np.where(alone, second_s[way], longest_s[way])
+    return np.divide(held_s, others_s, out=np.ones_like(held_s), where=held_s < others_s)

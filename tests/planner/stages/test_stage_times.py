@@ -78,6 +78,15 @@ def test_messages_have_even_shares(forth: int, back: int, seconds: float) -> Non
     assert walked_s(2, 2, each, *ways) == pytest.approx(1.0 + seconds + 100.0)
 
 
+def test_small_messages_leave_no_room_to_large_ones() -> None:
+    """Two sites send gradients of one and of two seconds into one link, two of each at once."""
+    each = [PassTimes(0.0, 0.0, 4.0, 0.0, 0.0), PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)]
+    forth = [Sent(Way(0.0, (), 0.0), (0, 1))]
+    back = [Sent(Way(0.0, ((0, seconds, 1),), 0.0), (0,)) for seconds in (1.0, 2.0)]
+    # Half of the link each for four seconds; then both of the small ones and one of the large ones are there.
+    assert walked_s(2, 2, each, [forth], [back]) == pytest.approx(4.0 + 2 * 4.0)
+
+
 def test_copies_of_a_step_share_links_and_the_first_forward_waits_for_them() -> None:
     """Ten seconds of copies into the second stage and five of activations share a link: they end after 15 and 10."""
     each = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0), PassTimes(10.0, 4.0, 0.0, 0.0, 0.0, layers=2, early_s=10.0)]
