@@ -22,7 +22,7 @@ from planner.stages.difference import PipelineDifference, compare_pipelines
 from planner.stages.explain import PipelineAlternative, PipelineExplanation, explain_pipeline
 from planner.stages.fewer import least_of_any, sites_that_pay
 from planner.stages.matrices import StageMatrices, stage_matrices
-from planner.stages.pipelines import glance, plan_pipeline, plan_pipelines
+from planner.stages.pipelines import StageCache, glance, plan_pipeline, plan_pipelines
 from planner.stages.pool import pipeline_pool
 from planner.stages.report import pipeline_summary
 from planner.stages.robust import RobustPipeline, pipeline_for_scenarios, staged_for_scenarios
@@ -47,6 +47,7 @@ __all__ = [
     "RobustPipeline",
     "RobustPlan",
     "SearchedOn",
+    "StageCache",
     "StageMatrices",
     "StageWishes",
     "StepCost",

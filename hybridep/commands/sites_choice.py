@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import SearchedOn, StageWishes
+    from planner import SearchedOn, StageCache, StageWishes
     from planner.goal import Worth
 
 _CHOOSING = 1 / 3
@@ -37,6 +37,12 @@ _LEFT = 0.2
 Tell = Callable[[str], None]
 
 
+def _no_cache() -> StageCache:
+    from planner import StageCache
+
+    return StageCache()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a plan is made for."""
@@ -44,6 +50,8 @@ class Asked:
     cluster: Cluster
     workload: Workload
     wishes: StageWishes
+    cache: StageCache = field(default_factory=_no_cache, compare=False)
+    """Of searches for pipelines."""
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -180,7 +188,8 @@ class _Choice:
         every, limit_s = self.every, _CHOOSING * self.time_limit_s
         try:
             with PlanProgress() if self.shown else nullcontext() as progress:
-                paying = sites_that_pay(every.cluster, every.workload, every.wishes, time_limit_s=limit_s, report=progress)
+                asked = every.cluster, every.workload, every.wishes
+                paying = sites_that_pay(*asked, time_limit_s=limit_s, report=progress, cache=every.cache)
         except HybridEPError as error:
             if not self.or_without:
                 raise
@@ -211,6 +220,7 @@ class _Choice:
                 time_limit_s=left_s,
                 shown=self.shown,
                 known=self._known.get(sites),
+                cache=asked.cache,
                 top=self.top,
             )
         except (HybridEPError, KeyboardInterrupt):
@@ -254,7 +264,8 @@ def _with_and_without(
     began_s = now_s()
 
     def staged(limit_s: float, known: PipelinePlan | None = known) -> StageChoice:
-        return in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=limit_s, shown=shown, known=known, top=top)
+        of = asked.cluster, asked.workload, asked.wishes
+        return in_stages(*of, time_limit_s=limit_s, shown=shown, known=known, cache=asked.cache, top=top)
 
     def left_s(share: float = 1.0) -> float:
         return max(share * (time_limit_s - (now_s() - began_s)), _LOOK * time_limit_s)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hybridep.pipeline import AnyPlan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import StageWishes
+    from planner import StageCache, StageWishes
     from planner.goal import Goal, Worth
 
 CANDIDATES = 24
@@ -57,13 +57,14 @@ def in_stages(
     time_limit_s: float = 60.0,
     shown: bool = False,
     known: PipelinePlan | None = None,
+    cache: StageCache | None = None,
     top: int = 1,
 ) -> StageChoice:
     """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation the one that is fastest in a
     simulation of all ranks; the planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as
     in a lab. With a ``goal`` the cheapest, or the fastest within a budget. ``shown``: with the search's progress on stderr.
-    ``known``: one more to choose from, from which the search goes on, too. ``top``: how many are wanted, the others in
-    ``StageChoice.others``. Raises what the planner raises."""
+    ``known``: one more to choose from, from which the search goes on, too; ``cache``: of searches before this one. ``top``: how
+    many are wanted, the others in ``StageChoice.others``. Raises what the planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
     from planner import StageWishes, plan_pipelines
 
@@ -73,7 +74,9 @@ def in_stages(
     # It ends before simulations show theirs.
     with PlanProgress() if shown else nullcontext() as progress:
         limit_s, starts = share * time_limit_s, [] if known is None else [known]
-        made = plan_pipelines(cluster, workload, wishes, max(number, top), time_limit_s=limit_s, report=progress, starts=starts)
+        made = plan_pipelines(
+            cluster, workload, wishes, max(number, top), time_limit_s=limit_s, report=progress, starts=starts, cache=cache
+        )
     if known is not None and all(one.digest != known.digest for one in made):
         made.append(known)
         made.sort(key=lambda one: wishes.goal.worth(one.predicted.expected_s, one.predicted.cost_usd))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
@@ -91,6 +91,10 @@ class Candidates:
     """Kind of stage with one layer with experts, its room, and what recomputes -> how many it has room for."""
     _best_inside: dict[str, tuple[Plan, Inside]] = field(default_factory=dict)
     """Kind of stage -> a stage of it, and the best placement found there."""
+
+    def anew(self) -> Candidates:
+        """For another search: with all that is known of stages, and of nothing that was not possible."""
+        return replace(self, why="", barred="", lacking="", _lack=math.inf)
 
     @cached_property
     def kinds(self) -> Kinds:

@@ -31,7 +31,7 @@ from planner.plans import goal_of, solver_report
 from planner.stages.bound import least_of_any_s, least_s, least_usd_of_any
 from planner.stages.kinds import Kinds, kinds_of
 from planner.stages.order import way_s_per_byte
-from planner.stages.pipelines import plan_pipeline
+from planner.stages.pipelines import StageCache, plan_pipeline
 from planner.stages.rules import StageRules
 from planner.stages.wishes import StageWishes
 
@@ -73,20 +73,22 @@ def sites_that_pay(
     *,
     time_limit_s: float = 60.0,
     report: Report | None = None,
+    cache: StageCache | None = None,
 ) -> Paying:
     """The sites of the best pipeline, or plan without stages, that was found; all of them where fewer save little. Rules hold
-    among those (``among``). ``report``: told ("plan", seconds) of each that is better than those before. Raises what
-    ``plan_pipeline`` raises where none is possible."""
+    among those (``among``). ``report``: told ("plan", seconds) of each that is better than those before. ``cache``: of searches
+    for all sites. Raises what ``plan_pipeline`` raises where none is possible."""
     wishes = wishes or StageWishes()
     wishes.check(cluster)
     begun_s, rules = now_s(), StageRules(cluster, workload.model.num_experts, wishes.constraints)
-    asked, known = wishes, dict[Sites, PipelinePlan]()
+    asked, known, cache = wishes, dict[Sites, PipelinePlan](), cache or StageCache()
     if asked.max_loss is not None:
         # Once, for all sites: the many searches here are too short to choose codecs in each.
         with suppress(HybridEPError):
-            coded = plan_pipeline(cluster, workload, wishes, time_limit_s=_CODED * time_limit_s)
+            coded = plan_pipeline(cluster, workload, wishes, time_limit_s=_CODED * time_limit_s, cache=cache)
             wishes, known = replace(wishes, codecs=coded.codecs, max_loss=None), {cluster.site_names: coded}
-    search = _Search(cluster, workload, wishes, rules, begun_s, time_limit_s, report or (lambda what, seconds: None), known)
+    told: Report = report or (lambda what, seconds: None)
+    search = _Search(cluster, workload, wishes, rules, begun_s, time_limit_s, told, cache, known)
     paying = search.run()
     if wishes is asked:
         return paying
@@ -156,6 +158,8 @@ class _Search:
     begun_s: float
     time_limit_s: float
     report: Report
+    cache: StageCache
+    """Of searches for all sites."""
     _pipelines: dict[Sites, PipelinePlan]
     """As ``Paying.pipelines``."""
     _worth: dict[Sites, Worth] = field(default_factory=dict)
@@ -250,10 +254,11 @@ class _Search:
 
     def _pipeline(self, sites: Sites, limit_s: float) -> PipelinePlan:
         """The best one found for these sites, now or before. Raises what the planner raises."""
-        patience_s = max(limit_s, _PATIENCE_S) if len(sites) < self.cluster.sizes[0] else math.inf
+        is_all = len(sites) == self.cluster.sizes[0]
+        patience_s, cache = (math.inf, self.cache) if is_all else (max(limit_s, _PATIENCE_S), None)
         known, asked = self._pipelines.get(sites), among(self.cluster, self.workload, self.wishes, sites, self.rules)
         starts = [] if known is None else [known]
-        self._pipelines[sites] = plan_pipeline(*asked, time_limit_s=limit_s, patience_s=patience_s, starts=starts)
+        self._pipelines[sites] = plan_pipeline(*asked, time_limit_s=limit_s, patience_s=patience_s, starts=starts, cache=cache)
         return self._pipelines[sites]
 
     def _keep(self, sites: Sites, made: AnyPlan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan, check_stageable
@@ -31,6 +32,22 @@ GLANCED = 4
 """Pipelines that ``glance`` looks at, about."""
 
 
+@dataclass
+class StageCache:
+    """What searches for pipelines over one cluster, of one workload, found of stages, for those that follow."""
+
+    _known: list[tuple[StageWishes, Candidates]] = field(default_factory=list)
+
+    def candidates(self, cluster: Cluster, workload: Workload, wishes: StageWishes) -> Candidates:
+        """What makes pipelines, with what is known of stages for the same wishes."""
+        for asked, known in self._known:
+            if asked == wishes:
+                return known.anew()
+        made = candidates_of(cluster, workload, wishes)
+        self._known.append((wishes, made))
+        return made
+
+
 def plan_pipeline(
     cluster: Cluster,
     workload: Workload,
@@ -40,10 +57,11 @@ def plan_pipeline(
     report: Report | None = None,
     patience_s: float = math.inf,
     starts: Sequence[PipelinePlan] = (),
+    cache: StageCache | None = None,
 ) -> PipelinePlan:
     """The best pipeline found, as expected. Arguments and errors as `plan_pipelines`."""
     return plan_pipelines(
-        cluster, workload, wishes, time_limit_s=time_limit_s, report=report, patience_s=patience_s, starts=starts
+        cluster, workload, wishes, time_limit_s=time_limit_s, report=report, patience_s=patience_s, starts=starts, cache=cache
     )[0]
 
 
@@ -57,13 +75,15 @@ def plan_pipelines(
     report: Report | None = None,
     patience_s: float = math.inf,
     starts: Sequence[PipelinePlan] = (),
+    cache: StageCache | None = None,
 ) -> list[PipelinePlan]:
     """The best pipelines found in as many stages as are wished for, with their predictions, the best first: at most ``number``,
     which differ in more than how far ahead they run. Exact but for codecs; for experts that are chosen alike, or with measured
     popularity. The best one is the fastest, or what the goal says; all keep the rules. The bound is below every pipeline, and
     says little. ``report``: told ("bound" or "plan", seconds) as either is known or improves. On KeyboardInterrupt, once there is
     a plan, the best so far. ``patience_s``: for how long a first one is looked for at most. ``starts``: pipelines over the same
-    sites that are known and keep the rules, from which the search goes on, too; not from those with other codecs.
+    sites that are known and keep the rules, from which the search goes on, too; not from those with other codecs. ``cache``: of
+    searches before this one for the same cluster and workload.
 
     Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
     memory, the rules or the budget, and says why.
@@ -73,12 +93,12 @@ def plan_pipelines(
     _require_stages(cluster, workload)
     told: Report = report or (lambda what, seconds: None)
     begun_s, asked_s = now_s(), elapsed_s()
-    goal, stages = wishes.goal, wishes.stages
+    goal, stages, cache = wishes.goal, wishes.stages, cache or StageCache()
     bound_s = least_s(cluster, workload, stages or 2, wishes.shortest(cluster, workload), alike=not wishes.popularity)
     told("bound", bound_s)
 
     def make(asked: StageWishes, since_s: float, limit_s: float, known: Sequence[PipelinePlan] = ()) -> list[Costed]:
-        search = Search(candidates_of(cluster, workload, asked), since_s, limit_s, told, since_s + patience_s)
+        search = Search(cache.candidates(cluster, workload, asked), since_s, limit_s, told, since_s + patience_s)
         numbers = range(2, cluster.sizes[0] + 1) if stages is None else (stages,)
         here = [one.at_rates(cluster, search.candidates.schedule) for one in (*starts, *known) if one.codecs == asked.codecs]
         return search.run(numbers, number, here)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from hybridep.commands.sites_choice import Asked, plan_sites
 from hybridep.commands.stage_choice import in_stages
 from hybridep.pipeline import PipelinePlan
 from hybridep.topology import Cluster
-from planner import StageWishes, plan_pipeline
+from planner import StageCache, StageWishes, plan_pipeline
 from planner.stages import fewer
 from planner.stages.candidates import Candidate, Candidates
+from planner.stages.costs import Costed
+from planner.stages.inside import Store
 from planner.stages.search import Search
 
 pytestmark = pytest.mark.timeout(120)
@@ -104,3 +107,33 @@ def test_no_other_is_awaited_where_one_is_known(monkeypatch: pytest.MonkeyPatch)
     awaited.clear()
     assert plan_pipeline(cluster, workload, time_limit_s=0, starts=[good]).predicted.step <= good.predicted.step * (1 + 1e-9)
     assert awaited[0] == -math.inf
+
+
+def test_later_searches_for_the_same_sites_know_what_stages_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores, run = list[tuple[tuple[str, ...], int]](), Search.run
+
+    def noted(self: Search, *asked: Any) -> list[Costed]:
+        found = run(self, *asked)
+        assert self.candidates.store.placed
+        kept.append(self.candidates.store)
+        stores.append((self.candidates.cluster.site_names, id(self.candidates.store)))
+        return found
+
+    kept = list[Store]()  # or another one may have the same id
+    monkeypatch.setattr(Search, "run", noted)
+    cluster = sites_cluster(np.random.default_rng(4), 3, 1, "access", throughput="0.01 TFLOPS")
+    workload = layered_workload(4, micro_batch_size=6)
+    made = plan_sites(Asked(cluster=cluster, workload=workload, wishes=StageWishes()), fewer=True, time_limit_s=4)
+    of_all = [store for sites, store in stores if sites == cluster.site_names]
+    assert made.asked.sites == cluster.site_names and len(of_all) > 2 and len(set(of_all)) == 1
+    assert len({store for sites, store in stores if sites != cluster.site_names} - set(of_all)) > 0
+
+
+def test_a_cache_is_for_the_same_wishes_and_knows_no_reasons() -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(6)
+    cache, coded = StageCache(), StageWishes(codecs={"dc": Codecs(activations="int8")})
+    first = cache.candidates(cluster, workload, coded)
+    first.lacking, first.barred, first.why = "memory", "a rule", "sequences"
+    again, other = cache.candidates(cluster, workload, replace(coded)), cache.candidates(cluster, workload, StageWishes())
+    assert again.store is first.store is not other.store
+    assert again.reason == other.reason == "none was found in time"
