@@ -51,6 +51,9 @@ class Passes(NamedTuple):
     """[stages]: from when these have left until the end."""
     crowding: FloatArray
     """[lanes]: ranks as a share of the processors that all ranks share; of length 0 where each has its own."""
+    timed_at: FloatArray
+    """[lanes]: how many times as long its passes take, as they are given, as if each rank had a processor: all of the stage's
+    lanes compute then, and no others."""
     stage: IntArray
     """[lanes], stage by stage."""
     first_from: IntArray
@@ -216,7 +219,7 @@ def _send(ways: Ways, passes: Passes, state: State, way: int, now_s: float) -> N
 
 @compiled
 def _crowd(passes: Passes, state: State, now_s: float) -> None:
-    """New ends of all passes, where stages share processors: what they compute takes longer the more of them do."""
+    """New ends of all passes, where ranks share processors: what they compute takes longer the more of them do."""
     wanted = 0.0
     for lane in range(len(passes.crowding)):
         if state.ends_s[lane] < np.inf:
@@ -229,7 +232,7 @@ def _crowd(passes: Passes, state: State, now_s: float) -> None:
             others = wanted - crowding * computing + crowding
             state.left_s[lane] -= max(now_s - state.since_s[lane], 0.0) / state.slower[lane]
             state.since_s[lane] = max(now_s, state.since_s[lane])
-            state.slower[lane] = 1 + computing * (max(1.0, others) / max(1.0, crowding) - 1)
+            state.slower[lane] = 1 + computing * (max(1.0, others) / passes.timed_at[lane] - 1)
             state.ends_s[lane] = state.since_s[lane] + max(state.left_s[lane], 0.0) * state.slower[lane]
 
 

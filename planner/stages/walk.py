@@ -109,6 +109,7 @@ def walked_s(
         after_return_s=np.array([max(each_s - one.alone_s, 0.0) for each_s, one in zip(shown_s, returned, strict=True)]),
         after_dense_s=np.array([max(one.after_s - each.dense.alone_s, 0.0) for one, each in zip(stages, inside, strict=True)]),
         crowding=np.repeat(np.array(crowding) / lanes, lanes) if crowding else np.zeros(0),
+        timed_at=np.repeat(np.maximum(np.array(crowding), 1.0), lanes) if crowding else np.zeros(0),
         stage=np.repeat(np.arange(number), lanes),
         first_from=first_from,
         origins=all_origins,

@@ -134,6 +134,16 @@ def test_sites_that_only_copy_experts_are_lanes(seed: int, longer: float, monkey
     assert costed(plan).times.step_s == pytest.approx((1 + longer) * simulated_s, rel=5e-3)
 
 
+@pytest.mark.parametrize(("late_s", "step_s"), [(0.0, 9.0), (10.0, 10.0 + 6.0)])
+def test_a_stages_sites_share_processors_with_what_computes_beside_them(late_s: float, step_s: float) -> None:
+    """Passes of three sites, 3 and 6 s where all of them compute: of three ranks to a processor one alone takes a third of that,
+    two take two thirds."""
+    each = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0), PassTimes(0.0, 3.0, 6.0, 0.0, 0.0)]
+    forth = [Sent(Way(0.0, (), 0.0), (0,)), Sent(Way(late_s, (), 0.0), (1, 2))]
+    back = [Sent(Way(0.0, (), 0.0), (0, 1)) for _ in range(3)]
+    assert walked_s(1, 1, each, [forth], [back], crowding=(1.0, 3.0)) == pytest.approx(step_s)
+
+
 def test_no_more_micro_batches_leave_than_the_next_stage_has_announced() -> None:
     # The first stage has three micro-batches in flight, and two are announced: the third leaves when the first is begun, at 11.
     each = [PassTimes(0.0, 1.0, 1.0, 0.0, 0.0)] * 3
