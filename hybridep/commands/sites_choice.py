@@ -37,7 +37,7 @@ _LEFT = 0.2
 Tell = Callable[[str], None]
 
 
-def _no_cache() -> StageCache:
+def _new_cache() -> StageCache:
     from planner import StageCache
 
     return StageCache()
@@ -50,7 +50,7 @@ class Asked:
     cluster: Cluster
     workload: Workload
     wishes: StageWishes
-    cache: StageCache = field(default_factory=_no_cache, compare=False)
+    cache: StageCache = field(default_factory=_new_cache, compare=False)
     """Of searches for pipelines."""
 
     @property
@@ -364,11 +364,10 @@ def in_one(asked: Asked, time_limit_s: float) -> Plan:
 
 
 def _simulated(choice: StageChoice, within_s: float) -> StageChoice:
-    """With the plan's simulated step. As it is where ranks share processors, of which simulations know less, of more than
-    ``MOST_SITES`` sites or where that takes longer than ``within_s``, where it is not possible, and on a KeyboardInterrupt."""
+    """With the plan's simulated step. As it is of more than ``MOST_SITES`` sites, where that takes longer than ``within_s`` or is
+    not possible, and on a KeyboardInterrupt."""
     cluster = choice.plan.cluster
-    small = cluster.gpu.sharing == 1 and cluster.sizes[0] <= MOST_SITES
-    if choice.simulated_s is None and small and simulating_s(choice.plan) <= within_s:
+    if choice.simulated_s is None and cluster.sizes[0] <= MOST_SITES and simulating_s(choice.plan) <= within_s:
         with suppress(UserError, KeyboardInterrupt):
             return replace(choice, simulated_s=simulated_s(choice.plan), simulated=1)
     return choice

@@ -61,15 +61,15 @@ def in_stages(
     top: int = 1,
 ) -> StageChoice:
     """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation the one that is fastest in a
-    simulation of all ranks; the planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as
-    in a lab. With a ``goal`` the cheapest, or the fastest within a budget. ``shown``: with the search's progress on stderr.
-    ``known``: one more to choose from, from which the search goes on, too; ``cache``: of searches before this one. ``top``: how
-    many are wanted, the others in ``StageChoice.others``. Raises what the planner raises."""
+    simulation of all ranks; the planner's own best between more than ``MOST_SITES`` sites. With a ``goal`` the cheapest, or the
+    fastest within a budget. ``shown``: with the search's progress on stderr. ``known``: one more to choose from, from which the
+    search goes on, too; ``cache``: of searches before this one. ``top``: how many are wanted, the others in
+    ``StageChoice.others``. Raises what the planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
     from planner import StageWishes, plan_pipelines
 
     wishes = wishes or StageWishes()
-    number = CANDIDATES if cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1 else 1
+    number = CANDIDATES if cluster.sizes[0] <= MOST_SITES else 1
     started_s, share = now_s(), SEARCHED if number > 1 else 1.0
     # It ends before simulations show theirs.
     with PlanProgress() if shown else nullcontext() as progress:

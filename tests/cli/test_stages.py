@@ -405,6 +405,11 @@ def test_stages_or_none_by_what_is_simulated_of_both(inputs: Inputs, call: Call,
             assert made.worth[1] == pytest.approx(min(simulated, 1.0) * step_s)
 
 
+def test_simulations_choose_in_a_lab(inputs: Inputs, call: Call) -> None:
+    path, result = in_stages(inputs, call, "--stages", "2", "--set", "gpu.sharing=2", "--json")
+    assert result.json["simulated_s"] == simulate_any(load_any_plan(path)).step_s
+
+
 def test_pipelines_of_too_many_ranks_are_simulated_with_one_of_each_site(
     inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
