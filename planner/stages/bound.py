@@ -10,17 +10,20 @@ layer takes that much of its access links, beside what its own attention compute
 of it. So in a given time a site carries so many layers, whole ones, one at least, with each share; and all sites' layers times
 their shares, or over the sizes of their stages, must make up the model. And all computation, shared perfectly, takes its time.
 
+Nor do all layers fit where the last stage waits for what others copy. What it has of the step for its passes, they do not copy
+in, nor return gradients in (``planner.stages.least_bytes.Copying``). So of the step's possible parts for its passes each is too
+short for its layers, or too long for those of the others.
+
 Where sites may be left out each adds what it can, or nothing; and some may have all layers together, without stages, so that no
 activations pass.
 
-Links of pairs, latencies, micro-batches, memory and trunks are left out, and what waits for what.
+Links of pairs, latencies, most of what micro-batches wait for, memory and trunks are left out.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -33,9 +36,14 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.price import step_usd
 from planner.sites.least_hit import least_hit
+from planner.stages.least_bytes import Copying, Payloads, layer_dense_bytes, least_mean_bytes, least_site_bytes, most_homes
 
 _CLOSE = 1e-6
 """The bound is found to this share."""
+_CLOSE_IN_PARTS, _PARTS_OF_STEP = 1e-4, 64
+"""The same where the last stage has a part of the step, and parts that are told apart."""
+_NOTHING = 1e7
+"""Less than no layers, for a site that can have none."""
 _WHOLE = 1e-9
 """A layer that lacks only this share counts as whole."""
 _PRICES, _FEW_PRICES = 40, 5
@@ -54,7 +62,7 @@ def least_s(cluster: Cluster, workload: Workload, stages: int = 2, codecs: Codec
     computed_s = _all_computation_s(cluster, workload)
     if stages < 2 or stages > cluster.sizes[0]:
         return computed_s
-    return _least(computed_s, _Sites(cluster, workload, codecs, cluster.sizes[0] - stages + 1, alike=alike).could)
+    return _Sites(cluster, workload, codecs, cluster.sizes[0] - stages + 1, alike=alike).least_s(computed_s)
 
 
 def least_of_any_s(
@@ -68,17 +76,16 @@ def least_of_any_s(
         found.append(_least(computed_s, _Sites(cluster, workload, codecs, size, alike=alike).could_together))
     most = size - (stages or 2) + 1
     if most > 0:
-        sites = _Sites(cluster, workload, codecs, most, alike=alike)
-        found.append(_least(computed_s, lambda step_s: sites.could(step_s, idle=True)))
+        found.append(_Sites(cluster, workload, codecs, most, alike=alike).least_s(computed_s, idle=True))
     return min(found, default=computed_s)
 
 
-def _least(low_s: float, could: Callable[[float], bool]) -> float:
-    """Up to ``_CLOSE`` the shortest time from ``low_s`` on that could be."""
+def _least(low_s: float, could: Callable[[float], bool], close: float = _CLOSE) -> float:
+    """Up to a share ``close`` the shortest time from ``low_s`` on that could be."""
     high_s = max(low_s, 1e-9)
     while not could(high_s):
         low_s, high_s = high_s, 2 * high_s
-    while high_s - low_s > _CLOSE * high_s:
+    while high_s - low_s > close * high_s:
         middle_s = (low_s + high_s) / 2
         low_s, high_s = (low_s, middle_s) if could(middle_s) else (middle_s, high_s)
     return low_s
@@ -106,31 +113,38 @@ class _Sites:
         """Bytes of all sequences' activations in a step, from one stage to the next."""
         rows_bytes = (wire.row_there_bytes, wire.row_back_bytes)
         copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
+        self._copying: Copying | None = None
+        self._most_batches = max(sequences_of_place(workload, cluster) // 2, 1)
+        """Of a pipeline in which some stage has several sites, each of which needs a sequence."""
         # [up or down, sites or 1, ways]: of one layer.
         self._layer_bytes = np.zeros((2, *share.shape))
         self._numbers, self._sent_bytes = np.arange(1, most + 1), np.zeros(most)
         """``_numbers``: the sizes of stages; ``_sent_bytes``: what a site of each sends of one layer at least, mean over its
         stage's sites."""
         if alike and model.capacity_factor is None:
-            away = least_hit(gating(workload), np.arange(model.num_experts))[::-1]
+            away, fullest = least_hit(gating(workload), np.arange(model.num_experts))[::-1], list[int]()
             for size in self._numbers[1:].tolist():
                 mine = np.flatnonzero(sizes == size)
-                homes = _most_homes(model.num_experts, cluster.home_weights, own[:, 1], size)
+                homes = most_homes(model.num_experts, cluster.home_weights, own[:, 1], size)
                 for site, home in enumerate(homes):
                     rows = tokens * share[site, mine]
-                    self._layer_bytes[:, site, mine] = _least_bytes(away, home, rows, rows_bytes, copy_bytes)
+                    self._layer_bytes[:, site, mine] = least_site_bytes(away, home, rows, rows_bytes, copy_bytes)
                 least, alike_homes = tokens * float(share[:, mine].min()), np.ptp(cluster.home_weights) == 0
-                self._sent_bytes[size - 1] = _least_sent_bytes(
+                self._sent_bytes[size - 1] = least_mean_bytes(
                     away, size, least, sum(rows_bytes), sum(copy_bytes), alike=bool(alike_homes)
                 )
-        dense_bytes = _dense_bytes(cluster, wire, self._numbers)
-        self._layer_bytes += dense_bytes[sizes - 1]
-        self._sent_bytes += dense_bytes
+                fullest.append(max(homes))
+            if fullest:
+                payloads = Payloads(row=sum(rows_bytes), expert=wire.expert_bytes, gradient=wire.expert_gradient_bytes)
+                self._copying = Copying(away, fullest, self._by_number(np.maximum, self._most_share)[1:], tokens, payloads)
+        self._dense_bytes = layer_dense_bytes(cluster, wire, self._numbers)
+        self._layer_bytes += self._dense_bytes[sizes - 1]
+        self._sent_bytes += self._dense_bytes
         self._attention_flops = 3 * workload.pre_expert_flops / training.tokens * tokens * share
         self._whole_flops = 3 * (workload.pre_expert_flops + _expert_flops(workload)) / training.tokens * tokens
         self._most_access = np.cumsum(-np.sort(-access, axis=1), axis=1)[:, :most]
         """[up or down, numbers]: bytes/s of so many sites together, the ones with the widest links."""
-        self._access, self._speed = every.T[:2], every[:, 2:3]
+        self._access, self._speed, self._fastest = every.T[:2], every[:, 2:3], float(speeds[:, 1].max())
         fastest = np.concatenate([[0.0], np.cumsum(-np.sort(-speeds[:, 1]))])
         self._all_computed_s = _all_flops(cluster, workload) / fastest[sizes]
         """[ways]: seconds in which as many sites as a stage has, the fastest ones, compute all."""
@@ -158,15 +172,66 @@ class _Sites:
             ((able.sum(axis=0) >= self._sizes) & np.asarray(sent)[self._sizes - 1] & (self._all_computed_s <= step_s)).any()
         )
 
-    def could(self, step_s: float, *, idle: bool = False) -> bool:
-        """Whether ``step_s`` is not too short for any pipeline, as far as is known here. ``idle``: sites may be left out."""
+    def least_s(self, computed_s: float, *, idle: bool = False) -> float:
+        """Seconds below which there is no pipeline; ``computed_s``: nor anything else. ``idle``: sites may be left out."""
+        least_s = _least(computed_s, lambda step_s: self._could(step_s, idle=idle))
+        return _least(least_s, lambda step_s: self._could_in_parts(step_s, 0.0, step_s, idle=idle), _CLOSE_IN_PARTS)
+
+    def _could(self, step_s: float, *, idle: bool) -> bool:
+        """Whether ``step_s`` is not too short for all that sites do, whenever they do it."""
         carried = self._carried(step_s)[:2]
         able = np.where(carried >= 1, carried, 0.0 if idle else -np.inf)
         if not np.isfinite(able.max(axis=(0, 2))).all():
             return False
-        if not (self._could(able, self._most_share, self._share) and self._could(able, 1 / self._sizes)):
+        return self._could_all(able, self._on_average(step_s, carried, idle=idle))
+
+    def _could_in_parts(self, step_s: float, least_s: float, most_s: float, *, idle: bool) -> bool:
+        """Whether ``step_s`` could be the last stage's passes, which take from ``least_s`` to ``most_s``, and what other stages
+        copy before and return after them."""
+        if self._copying is None:
+            return True
+        carried = self._carried(step_s)[:2]
+        least, most = (0.0 if idle else -np.inf), [self._copied(step_s, step_s - least_s, passes) for passes in (2, 1)]
+        copied = np.where(np.array(most) >= 1, most, least)
+        able = np.minimum(np.where(carried >= 1, carried, least), copied[:, None, self._sizes - 1])
+        means = (np.minimum(one, copied[:, None]) for one in self._on_average(step_s, carried, idle=idle))
+        if not self._could_all(able, means, self._last(step_s, most_s, carried[1])):
             return False
-        return all(self._could(mean, 1 / self._numbers) for mean in self._on_average(step_s, carried, idle=idle))
+        if most_s - least_s <= step_s / _PARTS_OF_STEP:
+            return True
+        middle_s = (least_s + most_s) / 2
+        parts = ((least_s, middle_s), (middle_s, most_s))
+        return any(self._could_in_parts(step_s, *part, idle=idle) for part in parts)
+
+    def _copied(self, step_s: float, copying_s: float, passes: int) -> IntArray:
+        """[numbers]: layers of a stage of so many sites, if what it copies takes so long, and its activations pass so often."""
+        assert self._copying is not None
+        found = self._copying.layers(
+            copying_s,
+            self._layers,
+            (float(self._access[0].max()), float(self._access[1].max())),
+            self._dense_bytes[1:],
+            (self._numbers * self._sent_bytes)[1:],
+            (step_s * self._most_access - passes * self._step_bytes).min(axis=0)[1:],
+        )
+        return np.concatenate([[self._layers], found])
+
+    def _last(self, step_s: float, last_s: float, carried: FloatArray) -> FloatArray:
+        """[numbers]: layers of the last stage, if it has so many sites, and ``last_s`` for its passes. ``carried``: at an end."""
+        # Where sites have few sequences they may have more of the step than others.
+        # Its ranks wait for the first micro-batch, and others for its last one: on average for half of either.
+        passed_s = self._step_bytes / (self._numbers * float(self._access.max()) * self._most_batches)
+        computed = (last_s - passed_s) * self._fastest / (self._by_number(np.minimum, self._share) * self._whole_flops)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            sent = ((step_s * self._most_access - self._step_bytes) / (self._numbers * self._sent_bytes)).min(axis=0)
+        found = np.minimum(
+            np.minimum(computed, self._by_number(np.maximum, carried)), np.where(self._sent_bytes > 0, sent, np.inf)
+        )
+        return np.asarray(np.where(found >= 1 - _WHOLE, np.floor(found + _WHOLE), -np.inf))
+
+    def _by_number(self, of: np.ufunc, values: FloatArray) -> FloatArray:
+        """[numbers]: the least or the largest of ``values`` [sites or 1, ways], of stages of so many sites."""
+        return np.asarray(of.reduceat(of.reduce(values, axis=0), np.searchsorted(self._sizes, self._numbers)))
 
     def _on_average(self, step_s: float, carried: FloatArray, *, idle: bool) -> Iterator[FloatArray]:
         """[sites in the middle or at an end, sites, numbers], for links up and down: layers of which no stage has more than the
@@ -181,10 +246,22 @@ class _Sites:
             means = np.where(alone >= 1, means, -np.inf)
             yield np.maximum(means, 0.0) if idle else means
 
-    def _could(self, able: FloatArray, counts: FloatArray, fewest: FloatArray | None = None) -> bool:
+    def _could_all(self, able: FloatArray, means: Iterable[FloatArray], last: FloatArray | None = None) -> bool:
+        """Whether all layers could be somewhere, in each way to count them. ``able``, ``means``: as `_carried` and `_on_average`
+        have them; ``last``: as `_could_count` has it."""
+        if not self._could_count(able, self._most_share, self._share, last):
+            return False
+        if not self._could_count(able, 1 / self._sizes, last=last):
+            return False
+        return all(self._could_count(mean, 1 / self._numbers, last=last) for mean in means)
+
+    def _could_count(
+        self, able: FloatArray, counts: FloatArray, fewest: FloatArray | None = None, last: FloatArray | None = None
+    ) -> bool:
         """``able``: layers as `_carried` has them; ``counts`` [ways, or sites, ways]: how much each of them counts, which is one
         for all of a stage's sites together, so that each of its layers counts once. ``fewest``: how much at least, where it may
-        be less; then ``counts`` are the most."""
+        be less; then ``counts`` are the most. ``last`` [numbers]: layers of the last stage, if it has so many sites, where these
+        are known; others' are ``able`` then."""
         middle, finite = (able[0] * counts).max(axis=1), able[np.isfinite(able)]
         fewest = counts if fewest is None else fewest
 
@@ -193,15 +270,23 @@ class _Sites:
             how much that grows with the price)."""
             # What costs more than it is worth is taken as seldom as may be.
             taken = np.where(able[1] >= price, counts, fewest)
-            ends = (able[1] - price) * taken
-            end = ends.argmax(axis=1)
+            worth = (able[1] - price) * taken
+            end = worth.argmax(axis=1)
             rows = np.arange(len(end))
-            best_end = ends[rows, end]
-            ended = float((self._count * taken[rows, end])[best_end > middle].sum())
-            return float((self._count * np.maximum(middle, best_end)).sum()) + 2 * price, 2 - ended
+            best_end = worth[rows, end]
+            best = np.maximum(middle, best_end)
+            ended = np.where(best_end > middle, taken[rows, end], 0.0)
+            if last is None:
+                return float((self._count * best).sum()) + 2 * price, 2 - float((self._count * ended).sum())
+            # The last stage's sites are others, at best those that do least.
+            best, ended = (np.repeat(one, self._count) for one in (np.maximum(best, -_NOTHING), ended))
+            order = np.argsort(best, kind="stable")
+            layers = last - np.cumsum(best[order])[self._numbers - 1]
+            number = int(layers.argmax())
+            return float(best.sum() + layers[number]) + price, 1 - float(ended[order[number + 1 :]].sum())
 
         # Of any price, what sites do at best is no less than what any pipeline does.
-        high, least = float(np.abs(finite).max() * self._count.sum()), self._layers * (1 - _WHOLE)
+        high, least = float(np.abs(finite).max(initial=0.0) * self._count.sum()), self._layers * (1 - _WHOLE)
         low, price = -high, 0.0
         for _ in range(_PRICES if able.size <= _MANY else _FEW_PRICES):
             layers, slope = most(price)
@@ -249,60 +334,6 @@ def _weighted_shares(together: Sequence[int], weights: FloatArray, own: FloatArr
     low = np.maximum(np.floor(number * (own / heaviest)[:, None] - _WHOLE), 1) / number
     high = np.minimum(np.ceil(number * (own / lightest)[:, None] + _WHOLE), number - size + 1) / number
     return low.min(axis=1, keepdims=True), high.max(axis=1, keepdims=True)
-
-
-def _most_homes(experts: int, weights: FloatArray, own: FloatArray, size: int) -> list[int]:
-    """[sites]: experts that may live at a site of weight ``own`` [sites] (``Site.experts``) at most, in a stage of so many of all
-    sites (``weights``)."""
-    if np.ptp(weights) == 0:
-        return [-(-experts // size)] * len(own)
-    ordered, found = np.sort(weights), list[int]()
-    for one in own:
-        lightest = np.delete(ordered, np.searchsorted(ordered, one))[: size - 1].sum()
-        found.append(min(math.ceil(experts * one / (one + lightest) + _WHOLE), experts) if one > 0 else 0)
-    return found
-
-
-def _least_bytes(
-    away: FloatArray, home: int, tokens: FloatArray, rows_bytes: tuple[int, int], copy_bytes: tuple[int, int]
-) -> FloatArray:
-    """[up or down, shares]: over a site's access link, of one layer in a stage, by the site's tokens [shares]; whatever it holds
-    beside the ``home`` experts that live there at most. ``away`` [E + 1]: the share of tokens, at least, that need others where
-    so many experts are held."""
-    experts = len(away) - 1
-    held = np.arange(min(home, experts), experts + 1)
-    copies = (held - home).clip(0)[:, None]
-    both = [copies * copy + np.outer(away[held], tokens) * rows for copy, rows in zip(copy_bytes, rows_bytes, strict=True)]
-    return np.stack([one.min(axis=0) for one in both])
-
-
-def _least_sent_bytes(
-    away: FloatArray, size: int, tokens: float, row_bytes: int, copy_bytes: int, *, alike: bool = True
-) -> float:
-    """Of one layer, all that the sites of a stage of so many send each other, over their number; whatever they hold. ``tokens``:
-    of each, at least; ``row_bytes`` there and back, ``copy_bytes`` of a copy and its gradient. ``alike``: as many experts live
-    at each, but for one."""
-    experts = len(away) - 1
-    held, (each, more) = np.arange(experts + 1), divmod(experts, size)
-    least = np.minimum.accumulate((held * copy_bytes + tokens * row_bytes * away)[::-1])[::-1] - held * copy_bytes
-    if alike:
-        return float((size - more) * least[each] + more * least[min(each + 1, experts)]) / size
-    # Of any numbers with this mean: as much as two of them, on either side of it.
-    mean = experts / size
-    below, above = held[held <= mean][:, None], held[held > mean - 1e-9]
-    share = (mean - below) / np.maximum(above - below, 1e-9)
-    return float(((1 - share) * least[below] + share * least[above]).min())
-
-
-def _dense_bytes(cluster: Cluster, wire: Wire, sizes: IntArray) -> FloatArray:
-    """[sizes of stages]: what a site sends, and what comes to it, of one layer's dense gradients: the other sites' parts of its
-    own, and its part of all; a little less, for parts that are not equal, and codecs that have larger parts of some lengths."""
-    model, many = wire.workload.model, 2**30
-    params = model.model_copy(update={"num_layers": 2, "num_dense_layers": 0, "part": None}).dense_params
-    params -= model.model_copy(update={"num_layers": 1, "num_dense_layers": 0, "part": None}).dense_params
-    element_bytes = float(wire.dense_bytes(np.array([many]))[0]) / many * (1 - 1e-6)
-    parts = (params * (sizes - 1) / sizes - cluster.ranks_per_site * sizes).clip(0)
-    return np.asarray(2 * element_bytes * np.where(sizes > 1, parts, 0.0))
 
 
 def _all_computation_s(cluster: Cluster, workload: Workload) -> float:

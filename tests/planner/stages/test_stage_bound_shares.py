@@ -12,7 +12,8 @@ from stage_cases import layered_workload, sites_cluster, with_shares
 from hybridep.codecs import EXACT, Wire
 from hybridep.pipeline import sequences_of_place
 from hybridep.shares import parts, sequences_together
-from planner.stages.bound import _dense_bytes, _most_homes, _Sites, _weighted_shares
+from planner.stages.bound import _Sites, _weighted_shares
+from planner.stages.least_bytes import layer_dense_bytes, most_homes
 
 
 def test_shares_and_homes_are_what_stages_make_of_weights(rng: np.random.Generator) -> None:
@@ -21,7 +22,7 @@ def test_shares_and_homes_are_what_stages_make_of_weights(rng: np.random.Generat
         weights, homes = rng.choice([0.5, 1.0, 2.0, 3.3], 5), rng.choice([0.0, 1.0, 2.5], 5)
         together, size = [4, 6, 12], int(rng.integers(1, 5))
         low, high = _weighted_shares(together, weights, weights, size)
-        most = _most_homes(8, homes, homes, size)
+        most = most_homes(8, homes, homes, size)
         seen, lived = [list[float]() for _ in range(5)], [0] * 5
         for group in combinations(range(5), size):
             own = tuple(weights[list(group)].tolist())
@@ -48,7 +49,7 @@ def test_what_every_site_of_every_stage_has_and_sends_is_counted(seed: int) -> N
     sites, wire, sizes = _Sites(cluster, workload, EXACT, 4, alike=True), Wire(workload=workload), np.arange(1, 5)
     row_of = np.argsort(np.argsort(cluster.access_bytes_per_s[0]))
     away = np.array([1 - comb(held, 2) / comb(8, 2) for held in range(9)])
-    dense_bytes = _dense_bytes(cluster, wire, sizes)
+    dense_bytes = layer_dense_bytes(cluster, wire, sizes)
     copy = np.array([wire.expert_gradient_bytes, wire.expert_bytes])
     rows = np.array([wire.row_there_bytes, wire.row_back_bytes])
     tokens = workload.training.tokens * workload.training.micro_batches * 4
