@@ -218,9 +218,9 @@ class _Sites:
 
     def _last(self, step_s: float, last_s: float, carried: FloatArray) -> FloatArray:
         """[numbers]: layers of the last stage, if it has so many sites, and ``last_s`` for its passes. ``carried``: at an end."""
-        # Where sites have few sequences they may have more of the step than others.
         # Its ranks wait for the first micro-batch, and others for its last one: on average for half of either.
         passed_s = self._step_bytes / (self._numbers * float(self._access.max()) * self._most_batches)
+        # Where sites have few sequences they may have more of the step than others.
         computed = (last_s - passed_s) * self._fastest / (self._by_number(np.minimum, self._share) * self._whole_flops)
         with np.errstate(divide="ignore", invalid="ignore"):
             sent = ((step_s * self._most_access - self._step_bytes) / (self._numbers * self._sent_bytes)).min(axis=0)
