@@ -25,7 +25,8 @@ def way_s_per_byte(cluster: Cluster) -> FloatArray:
 
 def groupings(cluster: Cluster, stages: int, batch_bytes: float) -> Iterator[Groups]:
     """Sites in so many groups, near ones together: of nearly equal size, as they grow together, in the cluster's order, and with
-    the farthest site by itself. ``batch_bytes``: what all ranks of a stage pass on with one micro-batch."""
+    the farthest site by itself; and groups whose links are about as fast. ``batch_bytes``: what all ranks of a stage pass on with
+    one micro-batch."""
     size = cluster.sizes[0]
     seen = set()
     apart = np.zeros((size, size))
@@ -35,11 +36,21 @@ def groupings(cluster: Cluster, stages: int, batch_bytes: float) -> Iterator[Gro
         np.fill_diagonal(apart, 0.0)
     in_order = tuple(tuple(int(site) for site in part) for part in np.array_split(np.arange(size), stages))
     near = nearest_groups(apart, stages)
-    for found in (near, grown_groups(apart, stages) if size > stages > 1 else near, in_order, _one_by_itself(apart, stages)):
+    grown = grown_groups(apart, stages) if size > stages > 1 else near
+    for found in (near, grown, in_order, _one_by_itself(apart, stages), _as_fast(cluster, stages)):
         key = tuple(sorted(found))
         if len(found) == stages and key not in seen:
             seen.add(key)
             yield found
+
+
+def _as_fast(cluster: Cluster, stages: int) -> Groups:
+    """Groups whose access links together are about as fast: a few sites with fast ones, or many with slow ones."""
+    rates = cluster.access_bytes_per_s.min(axis=0)
+    order = np.argsort(-rates, kind="stable")
+    middle = np.cumsum(rates[order]) - rates[order] / 2
+    group = (middle / rates.sum() * stages).astype(np.int64)
+    return tuple(tuple(sorted(order[group == number].tolist())) for number in np.unique(group))
 
 
 def _one_by_itself(apart: FloatArray, stages: int) -> Groups:

@@ -276,6 +276,14 @@ def test_the_farthest_site_is_also_tried_by_itself_and_the_rest_in_groups_of_nea
     assert len({tuple(sorted(groups)) for groups in found}) == len(found)
 
 
+def test_few_sites_with_fast_links_are_also_tried_beside_many_with_slow_ones() -> None:
+    cluster = sites_cluster(np.random.default_rng(7), 9, 1, "even")
+    rates = (1, 1, 4, 1, 1, 8, 1, 4, 3)
+    sites = [{"name": f"s{place}", "up": f"{rate} Gbps", "down": f"{rate + 1} Gbps"} for place, rate in enumerate(rates)]
+    fast = build(Cluster, cluster.model_dump(mode="json", exclude_none=True) | {"sites": sites}, "sites")
+    assert ((5,), (2, 7), (0, 1, 3, 4, 6, 8)) in list(groupings(fast, 3, 1e6))
+
+
 @pytest.mark.turns(2)
 def test_inside_a_stage_the_planner_is_no_worse_than_a_few_placements() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(8), 3, 2, "pairs"), layered_workload(3, ffn=1024)
