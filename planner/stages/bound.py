@@ -114,13 +114,13 @@ class _Sites:
         rows_bytes = (wire.row_there_bytes, wire.row_back_bytes)
         copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
         self._copying: Copying | None = None
-        self._most_batches = max(sequences_of_place(workload, cluster) // 2, 1)
-        """Of a pipeline in which some stage has several sites, each of which needs a sequence."""
         # [up or down, sites or 1, ways]: of one layer.
         self._layer_bytes = np.zeros((2, *share.shape))
         self._numbers, self._sent_bytes = np.arange(1, most + 1), np.zeros(most)
         """``_numbers``: the sizes of stages; ``_sent_bytes``: what a site of each sends of one layer at least, mean over its
         stage's sites."""
+        # Each site of a stage needs a sequence of every micro-batch.
+        self._most_batches = np.maximum(sequences_of_place(workload, cluster) // self._numbers, 1)
         if alike and model.capacity_factor is None:
             away, fullest = least_hit(gating(workload), np.arange(model.num_experts))[::-1], list[int]()
             for size in self._numbers[1:].tolist():

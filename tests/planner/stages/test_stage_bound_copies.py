@@ -156,8 +156,8 @@ def test_the_last_stage_computes_as_fast_as_the_fastest_sites() -> None:
     sites = _Sites(even, workload, EXACT, 2, alike=True)
     layer_s = sites._whole_flops / 1e12
     assert last(1e15) == [3, 9]
-    # Up to 1498 micro-batches of 2997 sequences: what one of them takes to come and to go is half of two layers.
-    assert last(sites._step_bytes / 1498 / layer_s) == [2, 7]
+    # Up to 2997 micro-batches, of a sequence each, or 1498: what one of them takes to come and to go is half of 1.98 layers.
+    assert last(sites._step_bytes / 2997 / (0.99 * layer_s)) == [2, 6]
 
 
 @pytest.mark.parametrize("seed", range(6))
