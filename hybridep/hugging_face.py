@@ -1,7 +1,7 @@
 """Public models as Hugging Face transformers describes them (``config.json``): which of them are this project's transformer.
 
 Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437), Kimi-K2
-(arXiv:2507.20534), GLM-4.5 (arXiv:2508.06471), OLMoE (arXiv:2409.02060) and DeepSeek-V2-Lite (arXiv:2405.04434) are.
+(arXiv:2507.20534), GLM-4.5 (arXiv:2508.06471), OLMoE (arXiv:2409.02060) and DeepSeek-V2 (arXiv:2405.04434) are.
 Without torch: the names of their weights are in ``runtime.public_weights``.
 """
 
@@ -38,7 +38,7 @@ class Architecture(Enum):
     GLM4_MOE = "glm4_moe"
     OLMOE = "olmoe"
     DEEPSEEK_V2 = "deepseek_v2"
-    """Where it chooses experts without groups: DeepSeek-V2-Lite."""
+    """Of two kinds: with groups of experts, and DeepSeek-V2-Lite without."""
 
     @property
     def class_name(self) -> str:

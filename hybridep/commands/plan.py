@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 @click.argument("cluster")
 @click.argument("model")
 @click.option("-o", "--output", type=OUTPUT, default=Path("plan.yaml"), show_default=True, help="Plan file.")
-@click.option("--solver", type=click.Choice(["highs", "cbc"]), default="highs", show_default=True)
+@click.option(
+    "--solver",
+    type=click.Choice(["highs", "cbc"]),
+    default="highs",
+    show_default=True,
+    help="Of the integer program of equal domains.",
+)
 @click.option(
     "--compare",
     is_flag=True,
@@ -78,7 +84,14 @@ if TYPE_CHECKING:
     help="What `hybridep train` recorded (routing.npz): how popular each expert is; and with --simulate, what tokens chose in "
     "the steps whose every choice is in it.",
 )
-@click.option("--time-limit", "time_limit_s", type=Finite(min=0, min_open=True), default=60.0, show_default=True)
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=Finite(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds for all searches, which then end with the best plan so far.",
+)
 @click.option(
     "--codec",
     "codecs",
@@ -172,7 +185,8 @@ def command(
     """Plan the training of MODEL on CLUSTER: which experts travel to the tokens, and which tokens to the experts.
 
     CLUSTER is a shipped config's name, a YAML file, or a CSV matrix with the columns src,dst,gbps,rtt_ms. MODEL is a shipped
-    config's name or a YAML file. Ctrl-C and SIGTERM end the search with the best plan so far.
+    config's name, a YAML file, or the folder of a public model as Hugging Face keeps it. Ctrl-C and SIGTERM end the search with
+    the best plan so far.
     """
     import planner
     from hybridep.commands import plan_options

@@ -73,7 +73,8 @@ def command(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Measure each level's latency and bandwidth, and the computation and codecs of MODEL, with as many ranks as CLUSTER has.
+    """Measure each level's latency and bandwidth, and the computation and codecs of MODEL, with as many ranks as CLUSTER has
+    (lab-4dc and tiny where left out).
 
     With RAY_ADDRESS set: on that Ray cluster, and with `ray` as CLUSTER no file is needed: sites, machines and GPUs are those of
     its nodes. Without: with processes on this machine, in emulated datacenters where the kernel allows it (then the outermost

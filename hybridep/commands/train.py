@@ -76,6 +76,8 @@ def command(
         code = again_in_lab("train", words, plan.cluster, more, as_json)
         if code is not None:
             return code
+    if config.data.path is None:
+        note("hybridep train: no data.path: trains on the Python standard library's own sources, as bytes")
     if config.trace_step is not None and config.trace_step > config.steps:
         last = f"the last of {counted(config.steps, 'step')}"
         note(f"hybridep train: no timeline, since trace_step {config.trace_step} is beyond {last}")

@@ -120,7 +120,10 @@ def test_plans_are_deterministic(cluster: str, workload: str) -> None:
     """Of uneven sites many more in ``sites/test_site_limits.py``."""
     first, second = (planner.plan(shipped_cluster(cluster), shipped_workload(workload)) for _ in range(2))
     assert first.digest == second.digest
-    assert first.prediction == second.prediction
+    assert first.solver is not None and second.solver is not None
+    # Nor does the rest of their files differ, but for when they were made and how long that took.
+    solver = second.solver.model_copy(update={"solve": first.solver.solve})
+    assert first == second.model_copy(update={"solver": solver, "provenance": first.provenance})
 
 
 def test_nothing_to_gain_means_nothing_copied() -> None:
