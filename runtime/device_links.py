@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -23,6 +24,8 @@ _ON_HOST = (Op.TOKEN_COUNTS,)
 """What the host needs to know travels as before."""
 _POLL_S = 20e-6
 _NO_GPU = bytes(16)
+_WATCH_PATIENCE = 1.25
+"""NCCL ends a process whose operation takes too long without a word; so it waits longer than those who name the peer."""
 
 
 class DeviceLinks:
@@ -31,21 +34,26 @@ class DeviceLinks:
 
     def __init__(self, mesh: Mesh, *, backend: str, timeout_s: float) -> None:
         """``backend``: ``nccl``, or any other that carries tensors of ``mesh.device``."""
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout, self._device = timedelta(seconds=timeout_s), mesh.device
+        self._asks_first = backend == "nccl"
         self._groups: dict[str, dist.ProcessGroup] = {}
         for level, size in enumerate(mesh.sizes):
             if level and size > 1:
                 ranks = [mesh.peer(level, coordinate) for coordinate in range(size)]
                 for op in Op:
                     if op not in _ON_HOST:
-                        self._groups[mesh.label(op, level)] = self._connected(ranks, backend, mesh.device)
+                        group = dist.new_group(
+                            ranks, timeout=_WATCH_PATIENCE * self._timeout, backend=backend, use_local_synchronization=True
+                        )
+                        assert isinstance(group, dist.ProcessGroup)
+                        self._groups[mesh.label(op, level)] = group
+                        self._connect(mesh.label(op, level), [rank for rank in ranks if rank != mesh.rank])
 
-    def _connected(self, ranks: Sequence[int], backend: str, device: torch.device) -> dist.ProcessGroup:
-        group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        # A first exchange need not have messages for all ranks; that would wait for those without, if it had to connect.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        return group
+    def _connect(self, label: str, peers: Sequence[int]) -> None:
+        """Two ranks connect with their first message, which holds up both until the other one has it, too; and a communicator
+        begins with what all of its ranks start. So each sends each a byte before anything else."""
+        sends, receives = ({peer: torch.zeros(1, dtype=torch.uint8, device=self._device) for peer in peers} for _ in range(2))
+        self.wait(self.start(sends, receives, label))
 
     def __contains__(self, label: str) -> bool:
         return label in self._groups
@@ -60,25 +68,30 @@ class DeviceLinks:
             for peer, tensor in tensors.items()
             if tensor.nbytes
         ]
-        return dist.batch_isend_irecv(messages) if messages else []
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            return dist.batch_isend_irecv(messages) if messages else []
 
     def wait(self, works: Sequence[dist.Work]) -> None:
         """Return when they are done. Raises RuntimeError when the timeout passes or a connection is lost."""
         deadline_s = time.perf_counter() + self._timeout.total_seconds()
         for work in works:
-            work.wait(self._timeout)
-            # With NCCL that may have made the device's stream wait only, without end.
-            while not work.is_completed():
+            # To wait with NCCL holds up the device's stream, behind which other threads' exchanges start: a rank whose tokens set
+            # out before its copies would wait for one with the copies first, which would wait for it. So nothing unfinished is
+            # waited for. (gloo's are not complete until somebody waits.)
+            while self._asks_first and not work.is_completed():
                 if time.perf_counter() > deadline_s:
                     raise RuntimeError(f"timed out after {self._timeout.total_seconds():g} s")
                 time.sleep(_POLL_S)
+            work.wait(self._timeout)
 
 
 def device_links(mesh: Mesh, *, timeout_s: float) -> DeviceLinks | None:
     """NCCL inside sites, if every rank has a GPU of its own, which all ranks find out together; else None."""
-    if all(size == 1 for size in mesh.sizes[1:]) or not dist.is_nccl_available():
+    if all(size == 1 for size in mesh.sizes[1:]):
         return None
-    mine = torch.frombuffer(bytearray(_identity(mesh.device)), dtype=torch.uint8)
+    # Machines may have other builds of torch: whoever lacks NCCL says so to those who have it.
+    identity = _identity(mesh.device) if dist.is_nccl_available() else _NO_GPU
+    mine = torch.frombuffer(bytearray(identity), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(mesh.world_size)]
     dist.all_gather(everyone, mine)
     gpus = {bytes(each.tolist()) for each in everyone}

@@ -181,10 +181,12 @@ class Transport:
         """Queue all messages on the device; what is returned waits for them. None is open: plans have such between sites only."""
         now = _Naming(self._names, self._rank, label)
         now.doing, now.peer = "exchange with", " or ".join(str(self._names[peer]) for peer in sorted({*receives, *sends}))
-        with self._lock, now:
+        with now:
             leaving = {peer: tensor_of(message) for peer, message in sends.items()}
-            for peer, tensor in leaving.items():
-                self.sent_bytes[label, peer] += tensor.nbytes
+            with self._lock:
+                for peer, tensor in leaving.items():
+                    self.sent_bytes[label, peer] += tensor.nbytes
+            # Without the lock: to start may take until the peer starts, too.
             works = links.start(leaving, receives, label)
 
         def finish() -> None:

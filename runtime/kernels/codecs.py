@@ -16,7 +16,7 @@ from runtime.kernels.reference import Route
 from runtime.kernels.reference_codecs import ChangeCode, Code, Residual
 
 _INT = (torch.int32,)
-_NARROW = (torch.bfloat16, torch.float16, torch.float32)
+NARROW = (torch.bfloat16, torch.float16, torch.float32)
 """Element types that are worth coding."""
 _SPANS_PER_UNIT = 4
 """Stretches of 128 elements that one warp handles at a time."""
@@ -34,7 +34,7 @@ class CodecKernels:
 
     def quantize(self, x: Tensor, route: Route, num_rows: int, code: Code, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
         """See ``reference_codecs.quantize``; rows that are neither in a group nor its padding are not written."""
-        require("quantize", "x", x, _NARROW, (None, None), x.device)
+        require("quantize", "x", x, NARROW, (None, None), x.device)
         rows, hidden = x.shape
         width, spans = 4 * lay.ceil_div(hidden, 4), lay.ceil_div(hidden, SPAN)
         codes = x.new_empty(num_rows, width, dtype=code.dtype)
@@ -56,7 +56,7 @@ class CodecKernels:
         require("dequantize", "codes", codes, (code.dtype,), (None, 4 * lay.ceil_div(hidden, 4)), codes.device)
         require("dequantize", "scales", scales, (torch.float32,), (rows, lay.ceil_div(hidden, SPAN)), codes.device)
         out = codes.new_empty(num_rows, hidden, dtype=dtype)
-        require("dequantize", "dtype", out, _NARROW, (None, None), codes.device)
+        require("dequantize", "dtype", out, NARROW, (None, None), codes.device)
         whole = hidden % 4 == 0 and lay.alignment([out]) >= 4 * out.element_size()
         arguments = (
             *(pointer(codes), pointer(scales), pointer(route.slot), pointer(out)),
@@ -179,6 +179,6 @@ def _require_flat(where: str, *tensors: Tensor) -> int:
     if tensors[0].dim() != 1:
         raise KernelInputError(where, "argument 0", f"has shape {list(tensors[0].shape)}, must be flat")
     for position, tensor in enumerate(tensors):
-        dtypes = _NARROW if position == 0 else (tensors[0].dtype,)
+        dtypes = NARROW if position == 0 else (tensors[0].dtype,)
         require(where, f"argument {position}", tensor, dtypes, (tensors[0].numel(),), tensors[0].device)
     return tensors[0].numel()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from runtime.kernels.errors import KernelInputError
-from runtime.kernels.launch import Peers, ceil_div, worst_case_rows
+from runtime.kernels.launch import Peers, ceil_div, require, worst_case_rows
 from runtime.kernels.reference import Route
 from runtime.kernels.tokens import TokenKernels
 
@@ -129,6 +129,7 @@ class PeerDomain:
 
     def push(self, x: Tensor, away: Route) -> Tensor:
         """Rows into the peers' buffers; returns what lies here then, [ranks * tokens, H], until the next exchange."""
+        self._require_as_made("x", x, "rows")
         self.memory.barrier()  # nobody reads what was there before
         self.kernels.dispatch(x, away, 0, peers=self._peers["rows"])
         self.memory.barrier()
@@ -137,10 +138,17 @@ class PeerDomain:
     def push_routing(self, weights: Tensor, ids: Tensor, rank_of: Tensor, away: Route) -> tuple[Tensor, Tensor, Tensor]:
         """(ids, weights, rows per source) that travel beside the next ``push``; readable after it."""
         mine, peers = self._mine, self._peers
+        self._require_as_made("weights", weights, "weights")
+        self._require_as_made("ids", ids, "ids")
         self.memory.barrier()
         self.kernels.carry(ids, weights, rank_of, away.slot, 0, peers=(peers["ids"], peers["weights"]))
         self.kernels.dispatch(away.counts[:, None], self._count_route, 0, peers=peers["counts"])
         return mine["ids"], mine["weights"], mine["counts"].flatten()
+
+    def _require_as_made(self, name: str, tensor: Tensor, part: str) -> None:
+        """Raises KernelInputError for rows that are no such as peers' buffers have room for."""
+        room = self._mine[part]
+        require("PeerDomain", name, tensor, (room.dtype,), (None, room.shape[1]), room.device)
 
     @property
     def results(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The codec kernels in plain torch: what each must compute bit for bit, and the path on CPU."""
+"""The codec kernels in plain torch: what each must compute bit for bit, and the path on CPU and for fp64."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def _spans(x: Tensor, span: int) -> Tensor:
 def _scales(spans: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """(scale, reciprocal), each [..., spans, 1]. A NaN shows in the scale."""
     size = spans.abs().amax(dim=-1, keepdim=True).clamp(min=LEAST)
-    # A scalar over a tensor would be rounded twice: torch multiplies by the reciprocal.
-    return size / largest, torch.full_like(size, largest) / size
+    # A scalar over a tensor, and on a GPU a tensor over a scalar, would be rounded twice: torch multiplies by the reciprocal.
+    whole = torch.full_like(size, largest)
+    return size / whole, whole / size
 
 
 def quantize(x: Tensor, route: Route, num_rows: int, code: Code) -> tuple[Tensor, Tensor]:
@@ -139,13 +140,13 @@ def residual_encode(value: Tensor, shared: Tensor, threshold: Tensor, capacity: 
     """What reaches ``threshold`` of ``value - shared`` (both flat); a NaN is sent, not hidden."""
     residual = value.float() - shared.float()
     [at] = (~(residual.abs() < threshold)).nonzero(as_tuple=True)
-    values, places = torch.zeros(capacity, dtype=value.dtype), torch.zeros(capacity, dtype=torch.uint16)
+    values, places = value.new_zeros(capacity), value.new_zeros(capacity, dtype=torch.uint16)
     kept = at[:capacity]
     values[: len(kept)] = residual[kept].to(value.dtype)
     places[: len(kept)] = (kept % TILE).to(torch.uint16)
-    tiles = torch.arange(-(-len(value) // TILE) + 1) * TILE
+    tiles = torch.arange(-(-len(value) // TILE) + 1, device=at.device) * TILE
     starts = torch.searchsorted(at, tiles).clamp(max=capacity).int()
-    return Residual(values, places, starts, torch.tensor([len(at) - len(kept), len(at)], dtype=torch.int32))
+    return Residual(values, places, starts, starts.new_tensor([len(at) - len(kept), len(at)]))
 
 
 def residual_decode(shared: Tensor, residual: Residual) -> Tensor:
@@ -153,7 +154,7 @@ def residual_decode(shared: Tensor, residual: Residual) -> Tensor:
     out = shared.clone()
     per_tile = (residual.starts[1:] - residual.starts[:-1]).long()
     number = int(per_tile.sum())
-    tile = torch.repeat_interleave(torch.arange(len(per_tile)), per_tile)
+    tile = torch.repeat_interleave(torch.arange(len(per_tile), device=shared.device), per_tile)
     at = tile * TILE + residual.places[:number].to(torch.int64)
     out[at] = (shared[at].float() + residual.values[:number].float()).to(shared.dtype)
     return out

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernel_cases import CASES, DTYPES, Case, check_sums, make_ids, make_rows
 
+from runtime.codecs import formats
 from runtime.codecs.lossless import restore, shorten
 from runtime.kernels import bench, bench_layer, ops, reference, reference_codecs
 from runtime.kernels.bench_cases import SHAPES, codec_cases, token_cases
@@ -166,6 +167,20 @@ def test_shapes_of_weight_codecs(dtype: torch.dtype, length: int, codecs: CodecK
             assert torch.equal(residual.places[:kept].int().cpu(), truth.places[:kept].int())
             back = codecs.residual_decode(shared.cuda(), residual)
             assert torch.equal(back.cpu(), reference_codecs.residual_decode(shared, truth))
+
+
+def test_fp64_has_the_formats_without_kernels() -> None:
+    value, shared = (make_rows(1, 3000, torch.float64, seed=seed)[0] for seed in (1, 2))
+    limit = torch.tensor([1.0])
+    truth = reference_codecs.residual_encode(value, shared, limit, 2000)
+    found = formats.residual_encode(value.cuda(), shared.cuda(), limit.cuda(), 2000)
+    assert all(torch.equal(a.cpu().double(), b.double()) for a, b in zip(found, truth, strict=True))
+    back = formats.residual_decode(shared.cuda(), found)
+    assert torch.equal(back.cpu(), reference_codecs.residual_decode(shared, truth))
+    for code in ChangeCode:
+        copies = [shared.clone(), shared.cuda()]
+        coded = [formats.change_encode(now, copy, code) for now, copy in zip((value, value.cuda()), copies, strict=True)]
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(*coded, strict=True)) and torch.equal(copies[0], copies[1].cpu())
 
 
 def test_gradients_in_double() -> None:

@@ -3,8 +3,11 @@ All messages have one tag here, so that they match by order only, as NCCL's do."
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -97,8 +100,61 @@ def test_a_peer_that_does_not_come_is_named() -> None:
         pool.run(wait_for_nobody, CASES[0])
 
 
-def uses_nccl(rank: int, case: Case, gpus: list[str], available: bool) -> list[str]:
-    """The backends that ``device_links`` makes groups with, when rank r has ``gpus[r]``."""
+@dataclass
+class Unfinished:
+    """An operation of NCCL's, as ``work``: waiting for it holds up all that the device is given afterwards."""
+
+    looks: int
+    """After how many it is complete."""
+    waited: bool = False
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self, timeout: timedelta) -> bool:
+        assert self.looks < 0, "the device waits for what is not complete"
+        self.waited = True
+        return True
+
+
+def test_the_device_waits_for_nothing_unfinished() -> None:
+    links = DeviceLinks(Mesh(plan=Case(sizes=(4, 1), domains=(1, 1)).plan(), rank=0), backend="nccl", timeout_s=0.2)
+    works = [Unfinished(3), Unfinished(0)]
+    links.wait(works)  # type: ignore[arg-type]
+    assert all(work.waited for work in works)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 s"):
+        links.wait([Unfinished(10**9)])  # type: ignore[list-item]
+
+
+def start_beside(rank: int, case: Case) -> bool:
+    """Whether another exchange of the rank's can end while one is held up as it starts."""
+    mesh = Mesh(plan=case.plan(), rank=rank)
+    links = DeviceLinks(mesh, backend="gloo", timeout_s=20)
+    transport, ended, start = Transport(timeout_s=20, device_links=links), threading.Event(), links.start
+    beside: list[bool] = []
+
+    def held_up(sends: Any, receives: Any, label: str) -> Any:
+        beside.append(ended.wait(10))
+        return start(sends, receives, label)
+
+    links.start = held_up  # type: ignore[method-assign]
+    peer = mesh.peer(1, 1 - mesh.location[1])
+    label = mesh.label(Op.TOKEN_COMBINE, 1)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(transport.exchange, {peer: torch.ones(4)}, {peer: torch.zeros(4)}, label)
+        transport.exchange({peer: torch.ones(4)}, {peer: torch.zeros(4)}, mesh.label(Op.TOKEN_COUNTS, 1))
+        ended.set()
+        first.result()
+    return beside == [True]
+
+
+def test_an_exchange_that_is_held_up_holds_up_no_other(pool: RankPool) -> None:
+    assert all(pool.run(start_beside, CASES[0]))
+
+
+def uses_nccl(rank: int, case: Case, gpus: list[str], available: Sequence[bool]) -> list[str]:
+    """The backends that ``device_links`` makes groups with, when rank r has ``gpus[r]`` and its torch NCCL or not."""
     made = []
 
     def recorded(mesh: Mesh, *, backend: str, timeout_s: float) -> None:
@@ -106,7 +162,7 @@ def uses_nccl(rank: int, case: Case, gpus: list[str], available: bool) -> list[s
 
     kept = module.DeviceLinks, module._identity, dist.is_nccl_available
     module.DeviceLinks, module._identity = recorded, lambda device: gpus[rank].encode().ljust(16, b"\0")  # type: ignore[assignment,misc]
-    dist.is_nccl_available = lambda: available
+    dist.is_nccl_available = lambda: available[rank]
     try:
         device_links(Mesh(plan=case.plan(), rank=rank), timeout_s=20)
     finally:
@@ -117,15 +173,16 @@ def uses_nccl(rank: int, case: Case, gpus: list[str], available: bool) -> list[s
 @pytest.mark.parametrize(
     ("sizes", "gpus", "available", "expected"),
     [
-        ((2, 2), ["a", "b", "c", "d"], True, ["nccl"]),
-        ((2, 2), ["a", "b", "a", "d"], True, []),
-        ((2, 2), ["a", "b", "", "d"], True, []),
-        ((2, 2), ["a", "b", "c", "d"], False, []),
-        ((4, 1), ["a", "b", "c", "d"], True, []),
+        ((2, 2), ["a", "b", "c", "d"], [True] * 4, ["nccl"]),
+        ((2, 2), ["a", "b", "a", "d"], [True] * 4, []),
+        ((2, 2), ["a", "b", "", "d"], [True] * 4, []),
+        ((2, 2), ["a", "b", "c", "d"], [False] * 4, []),
+        ((2, 2), ["a", "b", "c", "d"], [True, True, True, False], []),
+        ((4, 1), ["a", "b", "c", "d"], [True] * 4, []),
     ],
-    ids=["a GPU each", "shared", "one on CPU", "no NCCL", "one GPU a site"],
+    ids=["a GPU each", "shared", "one on CPU", "no NCCL", "one without NCCL", "one GPU a site"],
 )
 def test_nccl_where_every_rank_has_a_gpu(
-    pool: RankPool, sizes: tuple[int, ...], gpus: list[str], available: bool, expected: list[str]
+    pool: RankPool, sizes: tuple[int, ...], gpus: list[str], available: list[bool], expected: list[str]
 ) -> None:
     assert pool.run(uses_nccl, Case(sizes=sizes, domains=(1, 1)), gpus, available) == [expected] * 4

@@ -18,6 +18,7 @@ from torch import Tensor
 from runtime.kernels.driver import Launch
 from runtime.kernels.errors import KernelInputError
 from runtime.kernels.peers import PeerDomain
+from runtime.kernels.reference import Route
 from runtime.kernels.tokens import TokenKernels
 
 RANKS, TOKENS, HIDDEN, TOP_K, EXPERTS = 4, 9, 24, 3, 8
@@ -134,3 +135,12 @@ def test_domain_checks_its_sizes() -> None:
     x = torch.zeros(TOKENS + 1, HIDDEN, dtype=DTYPE)
     with pytest.raises(KernelInputError, match="has 10 rows, the domain was made for 9"):
         domain.dispatch(x, x[:, :TOP_K].contiguous(), ids, one, one, 1)
+    # What has no room in the peers' memory, where nothing else would notice.
+    away = Route(ids, one, one, one)
+    for wrong in (x.float(), x[:, 1:].contiguous()):
+        with pytest.raises(KernelInputError, match="PeerDomain: x: "):
+            domain.push(wrong, away)
+    weights = x[:, :TOP_K].contiguous()
+    for name, bad in (("weights", (weights.float(), ids)), ("ids", (weights, ids[:, 1:].contiguous()))):
+        with pytest.raises(KernelInputError, match=f"PeerDomain: {name}: "):
+            domain.push_routing(*bad, one, away)
