@@ -350,8 +350,20 @@ class Plan(PlanFile):
     @cached_property
     def alike(self) -> str:
         """A text that is equal for pipeline stages' plans that must take the same time, whatever their sites are called."""
-        model, cluster = self.workload.model, self.cluster
-        sites = cluster.sites
+        model = self.workload.model
+        parts = model.model_copy(update={"part": None}), model.has_embedding, model.has_head
+        return repr((self._alike_parts, parts, self.layers))
+
+    @cached_property
+    def alike_by_layer(self) -> str:
+        """The same for stages of which each layer with experts is alike if placed alike: they may have other numbers of layers,
+        and other placements."""
+        one_layer = self.workload.model.model_copy(update={"part": None, "num_layers": 1, "num_dense_layers": 0})
+        return repr((self._alike_parts, one_layer))
+
+    @property
+    def _alike_parts(self) -> tuple[object, ...]:
+        cluster, sites = self.cluster, self.cluster.sites
         if len(sites) == 1:
             sites = (
                 sites[0].model_copy(
@@ -360,12 +372,10 @@ class Plan(PlanFile):
             )
         elif not (cluster.links or cluster.trunks):
             sites = tuple(site.model_copy(update={"name": ""}) for site in sites)
-        parts = (
+        return (
             (cluster.levels, cluster.gpu, sites, cluster.links, cluster.trunks),
-            (model.model_copy(update={"part": None}), model.has_embedding, model.has_head, self.workload.training),
-            (self.layers, self.popularity, self.codecs, self.schedule),
+            (self.workload.training, self.popularity, self.codecs, self.schedule),
         )
-        return repr(parts)
 
     def each_layer(self) -> Iterator[tuple[int, LayerGroup, Placement]]:
         """(MoE layer index, its group, its placement), in order."""

@@ -8,7 +8,7 @@ what the optimizer holds for a moment (17 MB at most). Ranks measure within 10 %
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, Wire, wires
 from hybridep.gating import Gating
 from hybridep.placement import Placement
-from hybridep.plan import Plan, Residency
+from hybridep.plan import PlacedLayers, Plan, Residency
 from hybridep.recompute import Recompute
 from hybridep.topology import Cluster
 from hybridep.traffic import DENSE_PIECE, Op, Traffic, arriving_rows, dense_shard_params, rank_sequences, reverse, served_copies
@@ -251,28 +251,57 @@ def fixed_lasting(
     }
 
 
-def layer_memory(
+class LayerLoad(NamedTuple):
+    """What one MoE layer brings to each rank ([G]), whatever of it is computed again."""
+
+    residency: Residency
+    copies: FloatArray
+    at_home: IntArray
+    share: FloatArray
+    """Of tokens, as a multiple of the mean."""
+    served: FloatArray
+    """Rows that its experts compute."""
+    arrived: FloatArray
+    """Rows that come to it."""
+    largest_exchange: FloatArray
+    ahead: Ahead
+    codec_bytes: FloatArray
+    """What codecs keep."""
+
+
+def layer_load(
     placement: Placement,
     workload: Workload,
     gating: Gating,
     traffic: Traffic,
     residency: Residency,
-    prefetch: int = 0,
     codecs: Sequence[Codecs] = (),
-    chunks: int = 1,
-    recompute: Recompute = Recompute.NOTHING,
+) -> LayerLoad:
+    """Given ``planner.cost.layer_traffic``."""
+    narrowed = narrows(workload.training, residency)
+    return LayerLoad(
+        residency=residency,
+        copies=(placement.holds.sum(axis=1) - placement.num_at_home).astype(np.float64),
+        at_home=placement.num_at_home,
+        share=rank_sequences(placement, gating) / workload.training.micro_batch_size,
+        served=served_copies(placement, gating).sum(axis=1),
+        arrived=arriving_rows(placement, gating),
+        largest_exchange=exchange_bytes(placement, traffic, narrowed=narrowed),
+        ahead=Ahead(*(arriving_bytes(placement, traffic, op) for op in (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD))),
+        codec_bytes=_codec_state_bytes(placement, workload, wires(workload, codecs, len(placement.sizes))),
+    )
+
+
+def layer_memory(
+    load: LayerLoad, workload: Workload, *, prefetch: int = 0, chunks: int = 1, recompute: Recompute = Recompute.NOTHING
 ) -> LayerMemory:
-    """What one MoE layer takes, given ``planner.cost.layer_traffic``. With ``prefetch``, copies' gradients wait their turn to
-    return, and copies per micro-batch of so many more layers are there or on their way."""
-    copies = (placement.holds.sum(axis=1) - placement.num_at_home).astype(np.float64)
-    served = served_copies(placement, gating).sum(axis=1)
+    """What one MoE layer takes. With ``prefetch``, copies' gradients wait their turn to return, and copies per micro-batch of so
+    many more layers are there or on their way."""
+    residency, copies, at_home, share, served, arrived, largest, ahead, codec_bytes = load
     kept_copies = lasting_copy_bytes(workload, copies, residency)
-    share = rank_sequences(placement, gating) / workload.training.micro_batch_size
-    ahead = Ahead(*(arriving_bytes(placement, traffic, op) for op in (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)))
-    largest = exchange_bytes(placement, traffic, narrowed=narrows(workload.training, residency))
-    routed = routed_bytes(workload, served, arriving_rows(placement, gating), recompute)
+    routed = routed_bytes(workload, served, arrived, recompute)
     before = pre_expert_bytes(workload, share, recompute)
-    at_home, again = placement.num_at_home, (routed.again, before.again)
+    again = routed.again, before.again
     passing = passing_bytes(workload, share, largest, ahead, served, copies, at_home, residency, again, chunks)
     both = copies * float(2 * workload.expert_bytes)
     if prefetch and residency is Residency.STEP:
@@ -284,9 +313,8 @@ def layer_memory(
         ACTIVATIONS: routed.kept + before.kept,
         COPIES: kept_copies,
     }
-    kept = _codec_state_bytes(placement, workload, wires(workload, codecs, len(placement.sizes)))
-    if kept.any():
-        lasting[CODECS] = kept
+    if codec_bytes.any():
+        lasting[CODECS] = codec_bytes
     return LayerMemory(
         lasting=lasting,
         passing=passing,
@@ -378,29 +406,26 @@ def _in_flight(memory: LayerMemory, number: int) -> LayerMemory:
     return replace(memory, lasting=memory.lasting | {ACTIVATIONS: memory.lasting[ACTIVATIONS] * number})
 
 
-def step_memory(plan: Plan) -> StepMemory:
-    """Of any plan."""
+def step_memory(plan: Plan, load_of: Callable[[Plan, PlacedLayers], LayerLoad] | None = None) -> StepMemory:
+    """Of any plan. ``load_of``: `placed_load`, or what knows it."""
+    workload, prefetch, chunks = plan.workload, plan.schedule.prefetch, plan.schedule.chunks
     groups = []
-    for _, num_layers, group, placement, gating in plan.placed:
-        traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
-        prefetch, chunks = plan.schedule.prefetch, plan.schedule.chunks
-        memory = layer_memory(
-            placement,
-            plan.workload,
-            gating,
-            traffic,
-            group.residency,
-            prefetch,
-            plan.level_codecs,
-            chunks,
-            group.recompute,
-        )
-        groups.append((num_layers, memory))
+    for layers in plan.placed:
+        load, again = (load_of or placed_load)(plan, layers), layers.group.recompute
+        memory = layer_memory(load, workload, prefetch=prefetch, chunks=chunks, recompute=again)
+        groups.append((layers.num_layers, memory))
     gone = _less_above(groups) if plan.popularity else 0.0
     home, codecs = plan.home_experts, plan.level_codecs
     dense, some = plan.dense_recompute, plan.recomputes
     fixed = fixed_memory(plan.cluster, plan.workload, home, codecs, dense=dense, some=some, gone_bytes=gone)
     return StepMemory(plan.cluster, fixed, tuple(groups))
+
+
+def placed_load(plan: Plan, layers: PlacedLayers) -> LayerLoad:
+    """Of one of these layers."""
+    _, _, group, placement, gating = layers
+    traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
+    return layer_load(placement, plan.workload, gating, traffic, group.residency, plan.level_codecs)
 
 
 def _less_above(groups: Sequence[tuple[int, LayerMemory]]) -> FloatArray:

@@ -25,7 +25,7 @@ from planner.cost import block_times, fixed_cost, layer_coding, layer_cost, laye
 from planner.domains import all_choices, layer_group
 from planner.exchange import ExchangeTimes
 from planner.goal import FASTEST, Goal
-from planner.memory import TOLERANCE, fixed_memory, layer_memory
+from planner.memory import TOLERANCE, fixed_memory, layer_load, layer_memory
 from planner.price import egress_usd, step_usd
 
 MAX_COPY_STEPS = 4
@@ -287,10 +287,14 @@ def _problem(
         coding_s = layer_coding(cluster.gpu, placement, workload, expected, coded)
         times = block_times(network, workload, placement, expected, traffic, coding_s, schedule.chunks)
         chunks = schedule.chunks
-        for residency, again in product(residencies if copies else (Residency.STEP,), recompute):
+        loads = {
+            residency: layer_load(placement, workload, expected, traffic, residency, coded)
+            for residency in (residencies if copies else (Residency.STEP,))
+        }
+        for residency, again in product(loads, recompute):
             cost = layer_cost(network, workload, replace(times, recompute=again), traffic, residency, schedule)
             layer_usd = step_usd(cluster.rent_usd_per_s, egress_usd(cluster, cost.link_bytes), cost.total_s)
-            memory = layer_memory(placement, workload, expected, traffic, residency, codecs=coded, chunks=chunks, recompute=again)
+            memory = layer_memory(loads[residency], workload, chunks=chunks, recompute=again)
             candidates.append(
                 Candidate(
                     choices=choices,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from operator import itemgetter
 
 import numpy as np
 
@@ -324,18 +325,17 @@ class Candidates:
 
     def _candidate(self, plan: PipelinePlan, alone: Sequence[Inside]) -> Candidate | None:
         """As far ahead as memory allows; None where it does not fit. ``alone``: [stages] placements of one layer."""
-        placed_by = {AHEAD[-1]: self._inside(plan.running_ahead(AHEAD[-1]), alone)}
-        if not _fit(placed_by[AHEAD[-1]]):
-            # From the least on: where that takes too much memory, nothing else need be asked.
-            placed_by = {}
-            for ahead in AHEAD[:-1]:
-                inside = self._inside(plan.running_ahead(ahead), alone)
-                if not _fit(inside):
-                    break
+        placed_by = dict[int, list[Inside]]()
+        # Where the least takes too much memory nothing else need be asked, nor what is between where there is room for the most.
+        for ahead in (AHEAD[0], AHEAD[-1], *AHEAD[1:-1]):
+            inside = self._inside(plan.running_ahead(ahead), alone, all_stages=False)
+            if _fit(inside):
                 placed_by = {ahead: inside}
-            if not placed_by:
-                self._lacks(plan, inside)
-                return None
+            if _fit(inside) == (ahead == AHEAD[-1]):
+                break
+        if not placed_by:
+            self._lacks(plan.running_ahead(AHEAD[0]))
+            return None
         [(ahead, inside)] = placed_by.items()
         plan = plan.running_ahead(ahead)
         step_s = least_step_s(plan, [one.times for one in inside])
@@ -361,29 +361,40 @@ class Candidates:
                 return None
             key = f"{first.alike} {room} {recompute}"
             if key not in self._in_room:
-                self._in_room[key] = layers_in_room(first, second, room, recompute)
+                self._in_room[key] = layers_in_room(first, second, room, recompute, self.store)
             most.append(one - 1 + self._in_room[key])
         return self.layers(path, micro_batches, most)
 
-    def _inside(self, plan: PipelinePlan, alone: Sequence[Inside]) -> list[Inside]:
+    def _inside(self, plan: PipelinePlan, alone: Sequence[Inside], *, all_stages: bool = True) -> list[Inside]:
         """[stages]: placements; ``alone``: of one layer of each. What suits one layer suits all of a stage, unless memory is
-        short."""
+        short. ``all_stages``: or those up to the first that has no room."""
         both = list(zip(plan.plans, rooms(plan), strict=True))
         inside = [
             placed(stage, (_of_all_layers(one, stage),), room, self.store) for (stage, room), one in zip(both, alone, strict=True)
         ]
-        return inside if _fit(inside) else [self._without_search(stage, room) for stage, room in both]
+        if _fit(inside):
+            return inside
+        inside = []
+        for stage, room in both:
+            inside.append(self._without_search(stage, room))
+            if not all_stages and not inside[-1].memory.fits:
+                break
+        return inside
 
-    def _lacks(self, plan: PipelinePlan, inside: Sequence[Inside]) -> None:
+    def _lacks(self, plan: PipelinePlan) -> None:
         """Keep what the pipeline that came nearest to fitting lacks."""
-        stage, fullest = max(zip(plan.plans, (one.memory for one in inside), strict=True), key=lambda both: _fullness(both[1]))
-        if _fullness(fullest) < self._lack:
-            self._lack = _fullness(fullest)
-            self.lacking = (
-                f"in {len(inside)} stages rank {fullest.fullest_name} needs {format_bytes(fullest.fullest_bytes)} and has "
-                f"{format_bytes(fullest.capacity_bytes)}; raise {memory_knob(stage.cluster, fullest.fullest_rank)}, or lower "
-                "training.micro_batch_size or sequence_length"
-            )
+        most = list[tuple[float, Plan, MemoryUse]]()
+        for stage, room in zip(plan.plans, rooms(plan), strict=True):
+            used = self._without_search(stage, room).memory
+            most.append((_fullness(used), stage, used))
+            if most[-1][0] >= self._lack:
+                return
+        self._lack, stage, fullest = max(most, key=itemgetter(0))
+        self.lacking = (
+            f"in {len(most)} stages rank {fullest.fullest_name} needs {format_bytes(fullest.fullest_bytes)} and has "
+            f"{format_bytes(fullest.capacity_bytes)}; raise {memory_knob(stage.cluster, fullest.fullest_rank)}, or lower "
+            "training.micro_batch_size or sequence_length"
+        )
 
     def _stage(self, group: Sequence[int], place: tuple[int, int, int], micro_batches: int) -> Plan:
         """Number, first layer and layers of a stage, with every token at its experts' homes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice, product
 
 import numpy as np
@@ -16,7 +16,7 @@ from hybridep.errors import HybridEPError
 from hybridep.gating import gating
 from hybridep.gpus import SiteGpu
 from hybridep.placement import LevelChoice, divisors
-from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.plan import LayerGroup, PlacedLayers, Plan, Residency
 from hybridep.recompute import Recompute, all_again_flops, cheapest_first
 from hybridep.serving import ServingGroup
 from hybridep.sites import Level
@@ -26,7 +26,7 @@ from planner.choose import plan
 from planner.constraints import Constraints, Permissions
 from planner.domains import layer_group
 from planner.goal import FASTEST, Goal
-from planner.memory import ACTIVATIONS, MemoryUse, StepMemory, memory_use, step_memory
+from planner.memory import ACTIVATIONS, LayerLoad, MemoryUse, StepMemory, memory_use, placed_load, step_memory
 from planner.price import egress_usd, step_usd
 from planner.stages.rules import permitted_group
 from planner.staggered import Dense, PassTimes, dense_of, pass_times
@@ -34,6 +34,8 @@ from planner.staggered import Dense, PassTimes, dense_of, pass_times
 _CLEARLY = 1.25
 """Times as many bytes as copies everywhere, from which on a size of domains is not asked for its time: in one of 377 random
 stages it would have been less (by 5 %)."""
+_LOADS = 2**12
+"""Known at a time, of up to 80 kB each (1024 ranks)."""
 _SHAPES = (Baseline.EP, Baseline.EP_IN_DC, Baseline.EP_IN_NODE, Baseline.FULL_GATHER)
 
 
@@ -49,18 +51,30 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Known:
-    """What a stage with its placement takes, whatever room there is."""
+    """What a stage with its placement takes, whatever room there is; each found when it is asked for, since of what takes long
+    memory is not asked, nor of what has no room how long it takes."""
 
     stage: Plan
     layers: tuple[LayerGroup, ...]
-    times: PassTimes
-    egress_usd: float
-    """Dollars of a step for what leaves the stage's sites for others of them."""
+    store: Store = field(repr=False)
+
+    @cached_property
+    def times(self) -> PassTimes:
+        """Of its passes, and of what comes once a step."""
+        return pass_times(self.stage.with_layers(*self.layers), self.store.dense_of(self.stage))
+
+    @cached_property
+    def egress_usd(self) -> float:
+        """Dollars of a step for what leaves the stage's sites for others of them."""
+        cluster = self.stage.cluster
+        if not cluster.has_egress_prices or cluster.sizes[0] == 1:
+            return 0.0
+        return egress_usd(cluster, link_bytes(cluster, step_traffic(self.stage.with_layers(*self.layers))))
 
     @cached_property
     def memory(self) -> StepMemory:
-        """Found when it is asked for, since what takes long is not asked."""
-        return step_memory(self.stage.with_layers(*self.layers))
+        """Of its ranks."""
+        return self.store.memory(self.stage, self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +105,14 @@ class Inside:
         busy_s = self.times.busy_s(micro_batches)
         return busy_s if rent_usd_per_s is None else step_usd(rent_usd_per_s, self.egress_usd, busy_s)
 
+    @property
+    def lacking_bytes(self) -> float:
+        """Of the fullest rank; none where it fits."""
+        return 0.0 if self.memory.fits else self.memory.fullest_bytes - self.memory.capacity_bytes
+
     def rank(self, micro_batches: int, rent_usd_per_s: float | None = None) -> tuple[float, float]:
         """The smaller the better: what does not fit, then ``value``."""
-        lacking_bytes = self.memory.fullest_bytes - self.memory.capacity_bytes
-        return (0.0 if self.memory.fits else lacking_bytes), self.value(micro_batches, rent_usd_per_s)
+        return self.lacking_bytes, self.value(micro_batches, rent_usd_per_s)
 
 
 @dataclass(frozen=True)
@@ -107,20 +125,34 @@ class Store:
     """By stage."""
     fewest: dict[str, tuple[LayerGroup, ...]] = field(default_factory=dict)
     """By stage, placement and room: with no more layers that compute again than it takes to fit."""
+    loads: dict[str, LayerLoad] = field(default_factory=dict)
+    """What one layer brings, by stage but for its number of layers, and placement: the last ones asked for."""
+
+    def dense_of(self, stage: Plan) -> Dense:
+        """How its dense gradients are reduced."""
+        if stage.alike not in self.dense:
+            self.dense[stage.alike] = dense_of(stage)
+        return self.dense[stage.alike]
+
+    def memory(self, stage: Plan, layers: tuple[LayerGroup, ...]) -> StepMemory:
+        """Of the stage with these placements."""
+        return step_memory(stage.with_layers(*layers), None if stage.popularity else partial(self._load, stage.alike_by_layer))
+
+    def _load(self, alike: str, plan: Plan, layers: PlacedLayers) -> LayerLoad:
+        one = layers.group.model_copy(update={"first_layer": 0, "num_layers": 1, "recompute": Recompute.NOTHING})
+        key = f"{alike} {one}"
+        if key not in self.loads:
+            if len(self.loads) >= _LOADS:
+                del self.loads[next(iter(self.loads))]
+            self.loads[key] = placed_load(plan, layers)
+        return self.loads[key]
 
 
 def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Store | None = None) -> Inside:
     """The stage with these placements in place of its own. ``store``: what was found before, and is now."""
     store, key = store or Store(), f"{stage.alike} {layers}"
     if key not in store.placed:
-        if stage.alike not in store.dense:
-            store.dense[stage.alike] = dense_of(stage)
-        made = stage.with_layers(*layers)
-        usd = 0.0
-        if made.cluster.has_egress_prices and made.cluster.sizes[0] > 1:
-            usd = egress_usd(made.cluster, link_bytes(made.cluster, step_traffic(made)))
-        times = pass_times(made, store.dense[stage.alike])
-        store.placed[key] = Known(stage=stage, layers=layers, times=times, egress_usd=usd)
+        store.placed[key] = Known(stage=stage, layers=layers, store=store)
     return Inside(layers=layers, known=store.placed[key], room=room)
 
 
@@ -131,7 +163,7 @@ def without_search(
     store: Store | None = None,
     allowed: Permissions | None = None,
 ) -> Inside:
-    """The best of a few placements by `Inside.rank`, which compute again in backward where memory asks for that; the one that
+    """The best of a few placements by `Inside.rank`, which compute again in backward where memory asks for that: the one that
     comes nearest to fitting, if none does. ``allowed``: what rules leave possible."""
     number, store, every = stage.workload.training.micro_batches, store or Store(), list[Inside]()
 
@@ -145,21 +177,25 @@ def without_search(
         choices = [[permitted_group(one, stage.cluster, experts, allowed) for groups in choices for one in groups]]
     for groups in choices:
         every += [placed(stage, (group,), room, store) for group in groups]
-        if not min(every, key=value).memory.fits:
+        best = min(every, key=value)
+        if not best.memory.fits:
             every += [
                 placed(stage, (group.recomputing(again),), room, store)
                 for again in cheapest_first(stage.workload)
                 for group in groups
             ]
-        for one in sorted(every, key=value):
-            if one.memory.fits:
-                return one
+            fitting = [one for one in every if one.memory.fits]
+            if not fitting:
+                continue
+            best = min(fitting, key=value)
+        return best
     for group in _further(stage):
         if allowed is not None:
             group = permitted_group(group, stage.cluster, stage.workload.model.num_experts, allowed)
-        ways = (group.recomputing(again) for again in cheapest_first(stage.workload))
-        every += [placed(stage, (one,), room, store) for one in islice((one for one in ways if _fits(stage, (one,), room)), 1)]
-    return min(every, key=lambda one: one.rank(number, rent_usd_per_s))
+        ways = ((group.recomputing(again),) for again in cheapest_first(stage.workload))
+        every += [placed(stage, way, room, store) for way in islice((way for way in ways if _fits(stage, way, room, store)), 1)]
+    least = min(one.lacking_bytes for one in every)
+    return min((one for one in every if one.lacking_bytes == least), key=value)
 
 
 def fitting(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Store) -> Inside:
@@ -178,12 +214,12 @@ def with_fewest_again(stage: Plan, inside: Inside, store: Store) -> Inside:
         return inside
     key = f"{stage.alike} {inside.layers} {inside.room}"
     if key not in store.fewest:
-        store.fewest[key] = _fewest_again(stage, group, inside.room)
+        store.fewest[key] = _fewest_again(stage, group, inside.room, store)
     fewest = store.fewest[key]
     return inside if fewest == inside.layers else placed(stage, fewest, inside.room, store)
 
 
-def _fewest_again(stage: Plan, group: LayerGroup, room: Room) -> tuple[LayerGroup, ...]:
+def _fewest_again(stage: Plan, group: LayerGroup, room: Room, store: Store) -> tuple[LayerGroup, ...]:
     """With as many layers as possible that compute less again: of all such mixtures of two kinds that fit the one that takes
     least; the group itself if none does. Those that compute more come first."""
     number, costs = group.num_layers, {one: all_again_flops(stage.workload, one) for one in cheapest_first(stage.workload)}
@@ -196,25 +232,25 @@ def _fewest_again(stage: Plan, group: LayerGroup, room: Room) -> tuple[LayerGrou
             first, rest = ({"num_layers": again}, {"first_layer": again, "num_layers": number - again, "recompute": less})
             return group.model_copy(update=first), group.model_copy(update=rest)
 
-        again = 1 + bisect_left(range(1, number), True, key=lambda again: _fits(stage, mixture(again), room))
+        again = 1 + bisect_left(range(1, number), True, key=lambda again: _fits(stage, mixture(again), room, store))
         value = again * all_again_flops(stage.workload, group.recompute) + (number - again) * flops
         if again < number and value < least:
             best, least = mixture(again), value
     return best
 
 
-def _fits(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> bool:
-    return step_memory(stage.with_layers(*layers)).use(room.in_flight, room.beside_bytes).fits
+def _fits(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Store) -> bool:
+    return store.memory(stage, layers).use(room.in_flight, room.beside_bytes).fits
 
 
-def layers_in_room(one: Plan, two: Plan, room: Room, recompute: Recompute) -> int:
+def layers_in_room(one: Plan, two: Plan, room: Room, recompute: Recompute, store: Store) -> int:
     """How many layers with experts a stage has room for, in whatever placement takes least, where all layers ``recompute`` so;
     ``one``, ``two``: with so many."""
     most = 0.0
     both = (chain(*_placements(stage), _further(stage)) for stage in (one, two))
     for first, second in zip(*both, strict=True):
         used = [
-            step_memory(stage.with_layers(group.recomputing(recompute))).use(room.in_flight, room.beside_bytes)
+            store.memory(stage, (group.recomputing(recompute),)).use(room.in_flight, room.beside_bytes)
             for stage, group in ((one, first), (two, second))
         ]
         if used[0].fits:
