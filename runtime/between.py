@@ -25,7 +25,7 @@ from runtime.codecs import row_coder
 from runtime.codecs.messages import Message
 from runtime.event_threads import waiting_their_turn
 from runtime.mesh import Mesh, close_process_group, first_line, open_process_group
-from runtime.sockets import keeping_little_unsent
+from runtime.sockets import between_ranks
 from runtime.transport import Posted, Transport, Urgency
 from runtime.worker import Worker
 
@@ -64,7 +64,7 @@ def process_groups(mesh: Mesh, store: Store, timeout_s: float) -> Iterator[list[
 def _group(mesh: Mesh, store: Store, number: int, timeout_s: float) -> dist.ProcessGroup:
     size = mesh.whole.cluster.num_gpus
     try:
-        with keeping_little_unsent(), waiting_their_turn():
+        with between_ranks(), waiting_their_turn():
             prefixed = PrefixStore(f"between{number}", store)
             return dist.ProcessGroupGloo(prefixed, mesh.run_rank, size, timedelta(seconds=timeout_s))  # type: ignore[return-value]
     except RuntimeError as error:

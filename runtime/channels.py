@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,16 @@ from torch import Tensor
 
 from runtime.codecs.messages import Message, agreed_bytes, tensor_of
 from runtime.event_threads import waiting_their_turn
-from runtime.sockets import keeping_little_unsent
+from runtime.sockets import between_ranks
 
 _NUMBER_BITS = 15
 NUMBERED = 1 << 15
 """So many labels may have numbers; label bits from here on are of those without."""
 _SMALLEST_PIECE_BYTES = 64 << 10
 """What is shorter stays on one stream."""
+
+_OPEN_S = 600.0
+"""For a further group's connections; ranks are there by then."""
 
 _opened: list[dist.ProcessGroup] = []
 """The default group, and the groups of streams that were opened beside it."""
@@ -32,8 +36,8 @@ def stream_groups(number: int) -> list[dist.ProcessGroup]:
     if not _opened or _opened[0] is not world:
         _opened = [world]
     while len(_opened) < number:
-        with keeping_little_unsent(), waiting_their_turn():
-            group = dist.new_group(backend="gloo")
+        with between_ranks(), waiting_their_turn():
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_OPEN_S))
         assert isinstance(group, dist.ProcessGroup)
         _opened.append(group)
     return _opened

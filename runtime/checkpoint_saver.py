@@ -57,6 +57,8 @@ class CheckpointSaver:
         if self._checkpoints.keep is not None:
             # All ranks have this one by now.
             keep_last(self._folder, self._checkpoints.keep, step)
+            # What is removed may take a slow disk longer than the next exchange waits.
+            self._barrier.wait()
         self.complete = step
 
     @property

@@ -21,10 +21,10 @@ from hybridep.errors import UserError
 from hybridep.topology import Cluster
 from runtime.barrier import Barrier
 from runtime.mesh import first_line
-from runtime.transport import Transport
+from runtime.transport import Posted, Transport
 
 _PIECE_BYTES = 8 << 20
-_TURNS_APART = 4
+_TURNS_APART = 16
 """Ranks are at most so many pieces apart."""
 
 
@@ -129,28 +129,35 @@ def carry(
     disk. All ranks call it with the same transfers. A run's own exchanges have the links first. Raises OSError, after the last
     piece, so that nobody waits for this rank."""
     mine = [one for one in transfers if one.destination == rank]
-    leaving = _queues((one.destination, one) for one in transfers if one.source == rank)
-    coming = _queues((one.source, one) for one in mine)
+    turns = _turns(transfers)
+    leaving = _by_turn(((one.destination, one) for one in transfers if one.source == rank), turns)
+    coming = _by_turn(((one.source, one) for one in mine), turns)
     failed, label = None, f"checkpoint@{cluster.levels[0].name}"
-    for turn in range(_turns(transfers)):
+
+    def announced(turn: int) -> tuple[dict[int, Tensor], Posted]:
+        room = {peer: piece.room() for peer, piece in coming[turn].items()}
+        return room, transport.post_in_background(room, label)
+
+    # A turn ahead: else each would wait for a round trip.
+    awaited = deque(announced(turn) for turn in range(min(turns, 1)))
+    for turn in range(turns):
         if turn % _TURNS_APART == _TURNS_APART - 1:
             # Ranks with little to do would wait for the others longer than a barrier lasts.
             barrier.wait()
-        sends = {peer: torch.zeros(queue[0].stop - queue[0].start, dtype=torch.uint8) for peer, queue in leaving.items()}
-        receives = {peer: torch.zeros(queue[0].stop - queue[0].start, dtype=torch.uint8) for peer, queue in coming.items()}
+        if turn + 1 < turns:
+            awaited.append(announced(turn + 1))
+        (receives, posted), sends = awaited.popleft(), {peer: piece.room() for peer, piece in leaving[turn].items()}
         try:
-            for peer, piece in sends.items():
-                _read(source / leaving[peer][0].name, leaving[peer][0].start, piece)
+            for peer, piece in leaving[turn].items():
+                _read(source / piece.name, piece.start, sends[peer])
         except OSError as error:
             failed = error
-        if sends or receives:
-            transport.exchange_in_background(sends, receives, label)
+        posted.exchange(sends)
         try:
-            for peer, piece in receives.items() if failed is None else ():
-                _append(target / arrival(coming[peer][0].name, rank), coming[peer][0].start, piece)
+            for peer, piece in coming[turn].items() if failed is None else ():
+                _append(target / arrival(piece.name, rank), piece.start, receives[peer])
         except OSError as error:
             failed = error
-        leaving, coming = _without_first(leaving), _without_first(coming)
     if failed is not None:
         raise failed
     for one in mine:
@@ -195,21 +202,19 @@ class _Piece(NamedTuple):
     start: int
     stop: int
 
+    def room(self) -> Tensor:
+        return torch.zeros(self.stop - self.start, dtype=torch.uint8)
 
-def _queues(files: Iterable[tuple[int, Transfer]]) -> dict[int, deque[_Piece]]:
-    """By peer: the pieces of all files, in order."""
-    queues: dict[int, deque[_Piece]] = {}
+
+def _by_turn(files: Iterable[tuple[int, Transfer]], turns: int) -> list[dict[int, _Piece]]:
+    """By turn and peer: the pieces of all files, in order."""
+    found, number = [dict[int, _Piece]() for _ in range(turns)], Counter[int]()
     for peer, one in files:
         for start in range(0, one.size_bytes, _PIECE_BYTES):
             stop = min(start + _PIECE_BYTES, one.size_bytes)
-            queues.setdefault(peer, deque()).append(_Piece(one.name, start, stop))
-    return queues
-
-
-def _without_first(queues: Mapping[int, deque[_Piece]]) -> dict[int, deque[_Piece]]:
-    for queue in queues.values():
-        queue.popleft()
-    return {peer: queue for peer, queue in queues.items() if queue}
+            found[number[peer]][peer] = _Piece(one.name, start, stop)
+            number[peer] += 1
+    return found
 
 
 def _read(path: Path, start: int, piece: Tensor) -> None:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from hybridep.errors import TransportError, UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Plan
+from hybridep.topology import Cluster
 from hybridep.traffic import Op
 from hybridep.workload import Dtype
 from runtime.device import CPU
 from runtime.event_threads import waiting_their_turn
-from runtime.sockets import keeping_little_unsent
+from runtime.sockets import between_ranks
 from runtime.trainable import check_trainable
 
 TORCH_DTYPE = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     # torch.distributed offers them without naming them as exported.
     from torch._C._distributed_c10d import Store, TCPStore
 
-JOIN_TIMEOUT_S = 120.0
-"""For all ranks to start: on a busy machine importing torch alone takes many seconds."""
+_JOIN_S, _TRIPS = 240.0, 4
+"""For all ranks to start: on a busy machine importing torch alone takes many seconds, and the launcher, which knows who has not
+started, waits for less. Then each asks rank 0 where each other one is, in about three round trips."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +151,15 @@ def _store(address: str, port: int, *, is_master: bool, timeout_s: float) -> TCP
         raise TransportError(f"rendezvous at {address}:{port}", first_line(error)) from None
 
 
+def join_timeout_s(cluster: Cluster) -> float:
+    """For all of its ranks to open one process group."""
+    return _JOIN_S + _TRIPS * 2 * float(cluster.site_latency_s.max()) * cluster.num_gpus
+
+
 def open_process_group(store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
     """Join the gloo process group of all ranks. Raises TransportError when some rank does not come within the timeout."""
     try:
-        with keeping_little_unsent(), waiting_their_turn():
+        with between_ranks(), waiting_their_turn():
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise TransportError(f"process group of {world_size} ranks", f"rank {rank} could not join: {first_line(error)}") from None

@@ -22,7 +22,7 @@ from hybridep.workload import Workload
 from runtime.barrier import Barrier
 from runtime.device import choose_device, settle
 from runtime.device_links import device_links
-from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
+from runtime.mesh import Mesh, close_process_group, join_timeout_s, open_process_group
 from runtime.probe_codecs import CodecProbe, probe_codecs
 from runtime.probe_compute import ComputeProbe, Timing, probe_compute, seconds_of, square
 from runtime.probe_links import (
@@ -115,7 +115,7 @@ def probe(
     computation lasts; ``thorough`` measures pairs of sites and contention, too. ``store`` is the rendezvous and ``device`` where
     the rank computes, as for ``trainer.train``. Raises TransportError when a peer is gone."""
     torch.set_num_threads(1)
-    open_process_group(store, rank=rank, world_size=cluster.num_gpus, timeout_s=JOIN_TIMEOUT_S)
+    open_process_group(store, rank=rank, world_size=cluster.num_gpus, timeout_s=join_timeout_s(cluster))
     try:
         return _probe(cluster, workload, rank=rank, seconds=seconds, thorough=thorough, device=device)
     finally:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridep.checkpoint_folders import put_aside
 from hybridep.config import require_writable
-from hybridep.errors import UserError
+from hybridep.errors import DataError, UserError
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
 from hybridep.plan import Plan
 from hybridep.routing import load_routing
@@ -39,7 +39,7 @@ from runtime.device_links import device_links
 from runtime.expert_bias import ExpertBias, count_label, sum_over_ranks
 from runtime.expert_exchange import CopyStream
 from runtime.initial_weights import initial_weights
-from runtime.mesh import JOIN_TIMEOUT_S, Mesh, mesh_of
+from runtime.mesh import Mesh, join_timeout_s, mesh_of
 from runtime.optimizer import HomeOptimizer, clip_scale
 from runtime.recorder import RoutingRecorder
 from runtime.seeds import seeded
@@ -319,6 +319,27 @@ class RankTrainer:
         """Seconds since 1970, the same at all ranks: what the run writes from now on comes after what it wrote before."""
         return int(self._barrier.agree(max(time.time(), after + 1.0)))
 
+    def require_alike(self) -> None:
+        """Raises DataError where ranks do not read the same data; all ranks call it. That some compute on GPUs and others do not
+        is remarked."""
+        read = {"data": self._batches, "validation.data": self._held_out}
+        mine = {key: batches.fingerprint() for key, batches in read.items() if batches is not None}
+        everyone, problem = self._barrier.gather_json([mine, self.mesh.device.type]), ""
+        if everyone is not None:
+            sites = self.mesh.whole.cluster.rank_datacenters
+            first, (_, own) = f"rank 0 in {sites[0]}", everyone[0]
+            for rank, (theirs, device) in reversed(list(enumerate(everyone))):
+                for key in mine:
+                    if theirs[key] != mine[key]:
+                        problem = (
+                            f"{key}.path: rank {rank} in {sites[rank]} does not read what {first} does "
+                            f"({theirs[key][0]} and {mine[key][0]} tokens); it must be the same on all machines"
+                        )
+                if device != own:
+                    self._remarks = [f"rank {rank} in {sites[rank]} computes on {device}, {first} on {own} (run.device)"]
+        if problem := self._barrier.share_json(problem):
+            raise DataError(problem)
+
     def restore(self, *, or_begin: bool = False) -> int:
         """Continue from the last checkpoint that is whole, wherever its files are; returns the number of its steps; all ranks
         call it. Where there is none, ``or_begin`` with the weights as they are, else it raises UserError."""
@@ -330,13 +351,16 @@ class RankTrainer:
                 return 0
             brought = bring(found, folder, mesh=mesh, shard=self.shard, barrier=barrier, transport=self._files)
         path, self._attempt = found.path, self._started(found.manifest["attempt"])
-        self._remarks = found.remarks + brought + changed_settings(path, found.manifest, self._settings)
+        self._remarks += found.remarks + brought + changed_settings(path, found.manifest, self._settings)
         step = load_checkpoint(path, mesh=mesh, shard=self.shard, optimizer=self.optimizer)
+        # Ranks read at different speeds, and exchanges wait for seconds only.
+        barrier.wait()
         self.shard.gather()
         self.expert_bias.restore(load_expert_bias(path, mesh.whole.workload.model))
         restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)
         if self.mesh.run_rank == 0:
             self.recorder.go_on_from(load_chosen(path))
+        barrier.wait()
         return step
 
     def save_trace(self) -> None:
@@ -394,9 +418,10 @@ def train(
         run = run.model_copy(update={"weights": None})
     mesh = mesh_of(plan, rank, choose_device(run.device, rank))
     fault = fault_from_environment()
-    with process_groups(mesh, store, JOIN_TIMEOUT_S) as groups:
+    with process_groups(mesh, store, join_timeout_s(plan.cluster)) as groups:
         trainer = RankTrainer(run, mesh, groups)
         try:
+            trainer.require_alike()
             if not resume:
                 trainer.begin()
             _steps(trainer, trainer.restore(or_begin=or_begin) if resume else 0, fault, on_step)

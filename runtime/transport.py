@@ -144,10 +144,7 @@ class Transport:
         """As :meth:`exchange`, but whenever an exchange that is not in the background is sending at the same level (what follows
         the ``@`` of its label) on this rank, this one's next piece waits. Both ends must call it so. Between GPUs of a site,
         where links are no bottleneck, it is like any other."""
-        if self._device_links is not None and label in self._device_links:
-            self.exchange(sends, receives, label)
-            return
-        self._post(receives, label, background=True).exchange(sends)
+        self.post_in_background(receives, label).exchange(sends)
 
     def close(self) -> None:
         """End background exchanges at their next piece; what they wait for in the network ends with its timeout."""
@@ -162,6 +159,12 @@ class Transport:
                 partial(self._begin_on_device, self._device_links, {p: tensor_of(m) for p, m in receives.items()}, label)
             )
         return self._post(receives, label, background=False)
+
+    def post_in_background(self, receives: Mapping[int, Message], label: str) -> Posted:
+        """As :meth:`post`, of an exchange in the background."""
+        if self._device_links is not None and label in self._device_links:
+            return self.post(receives, label)
+        return self._post(receives, label, background=True)
 
     def _post(self, receives: Mapping[int, Message], label: str, *, background: bool) -> Posted:
         now, channel = _Naming(self._names, self._rank, label), self._channels.of(label)

@@ -17,7 +17,7 @@ from runtime.barrier import Barrier
 from runtime.between import process_groups
 from runtime.device import choose_device
 from runtime.gate import Gated
-from runtime.mesh import JOIN_TIMEOUT_S, Mesh, mesh_of
+from runtime.mesh import Mesh, join_timeout_s, mesh_of
 from runtime.probe import Probe, probe
 from runtime.trainer import RankTrainer
 
@@ -63,7 +63,7 @@ def run_trials(
                 device=run.device,
             )
         before = plan.workload
-        with process_groups(mesh, own, JOIN_TIMEOUT_S) as groups:
+        with process_groups(mesh, own, join_timeout_s(plan.cluster)) as groups:
             yield _trial(run, mesh, groups, recorded if mesh.pipeline is None else 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -25,11 +26,18 @@ _END_S = 10.0
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that carries an IPv4 address; UserError when this machine has no such address."""
+    """Name of the network interface that carries an IPv4 address; UserError when this machine has no such address, or another one
+    comes first there: connections are told the interface only, and take that."""
     interfaces = psutil.net_if_addrs()
     for name, entries in interfaces.items():
-        if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
+        found = [entry.address for entry in entries if entry.family == socket.AF_INET]
+        if address in found[:1]:
             return name
+        if address in found:
+            raise UserError(
+                f"network interface {name} has the address {found[0]} before {address}, and ranks would listen there; start this "
+                f"machine's Ray node with --node-ip-address={found[0]}, or make {address} the first"
+            )
     if ipaddress.ip_address(address).is_loopback:
         # The whole of 127/8 is this machine, though only one address of it is listed.
         loopback = [n for n, entries in interfaces.items() if any(entry.address == "127.0.0.1" for entry in entries)]
@@ -37,6 +45,13 @@ def interface_of(address: str) -> str:
             return loopback[0]
     known = sorted(entry.address for entries in interfaces.values() for entry in entries if entry.family == socket.AF_INET)
     raise UserError(f"no network interface here has the address {address}; there are {', '.join(known)}")
+
+
+def allow_open_files() -> None:
+    """As many as the system lets this process have: a rank has a connection to each other one for each of its groups."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # where more than that is not allowed after all it stays as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def free_port(address: str) -> int:

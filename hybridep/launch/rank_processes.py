@@ -43,7 +43,9 @@ class RankProcesses:
         job_file, files = self._job.write(), dict[int, Files]()
         try:
             for rank in self._places:
-                write_text(self._job.log(rank), "")
+                if not self._job.resume or not self._job.log(rank).exists():
+                    # What a run that goes on has printed before may tell what it was lost by.
+                    write_text(self._job.log(rank), "")
                 report = self._reader.pipe(rank)
                 told, self._tell[rank] = os.pipe()
                 files[rank] = Files(report=report, told=told)

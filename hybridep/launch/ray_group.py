@@ -28,6 +28,8 @@ class RayGroup:
     def start(self) -> None:
         command = [*self._prefix, sys.executable, "-m", "hybridep.launch.ray_backend", "drive"]
         arguments = [str(self._job.write()), self._address]
+        if not self._job.resume:
+            self._job.driver_log.unlink(missing_ok=True)
         self._process = self._reader.start(0, command, arguments, self._job.driver_log, environment=DETECTION)
 
     def poll(self, timeout_s: float) -> list[Event]:

@@ -46,11 +46,9 @@ class Node:
 
 def sites_at_hand(address: str, cluster: Cluster, *, use_gpus: bool) -> set[str]:
     """Names of the cluster's sites, each pod by itself, whose nodes answer and have room for its ranks: a CPU for each and, with
-    ``use_gpus``, no more of them on a GPU than when all the site's nodes were there. None where Ray cannot be reached."""
-    try:
-        room, found = _ask("room", address, _PATIENCE_S), set[str]()
-    except UserError:
-        return set()
+    ``use_gpus``, no more of them on a GPU than when all the site's nodes were there. Raises UserError where Ray cannot be
+    reached."""
+    room, found = _ask("room", address, _PATIENCE_S), set[str]()
     left = {}
     for datacenter, pods in Counter(cluster.datacenters).items():
         has = room.get(datacenter, {"cpus": 0, "gpus": 0, "had_gpus": 0})

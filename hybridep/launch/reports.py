@@ -89,10 +89,11 @@ class ReportReader:
         *,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start ``COMMAND PARENT_PID REPORT_FILE_DESCRIPTOR ARGUMENTS``, which prints into ``log``, and read what it reports."""
+        """Start ``COMMAND PARENT_PID REPORT_FILE_DESCRIPTOR ARGUMENTS``, which prints at the end of ``log``, and read what it
+        reports."""
         read_end, write_end = os.pipe()
         try:
-            with log.open("wb") as stream:
+            with log.open("ab") as stream:
                 process = subprocess.Popen(
                     [*command, str(os.getpid()), str(write_end), *arguments],
                     env=child_environment(environment),

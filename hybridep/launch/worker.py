@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hybridep.config import build, require_writable, write_text
 from hybridep.errors import HybridEPError, TransportError, WorkerLostError
-from hybridep.launch.host import interface_of
+from hybridep.launch.host import allow_open_files, interface_of
 from hybridep.launch.reports import Rendezvous, Report
 from hybridep.launch.worker_group import Failed, FailureKind, Finished, Started, Stepped
 from hybridep.pipeline import AnyPlan, build_plan
@@ -87,8 +87,10 @@ def run_rank(
         from runtime.mesh import host_store, join_store
         from runtime.trainer import train
 
-        # Gloo would take the interface of the host's name, which often is loopback.
+        allow_open_files()
+        # Gloo would take the interface of the host's name, which often is loopback, and NCCL any.
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(address)}")
         report(Started(rank=rank, dc=dc, address=address, pid=os.getpid()))
         if rank == 0:
             store = host_store(address, timeout_s=RENDEZVOUS_TIMEOUT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from launch_cases import CONFIGS, make_job
 
 from hybridep.config import load
 from hybridep.errors import ConfigError, DataError, LabUnavailableError, TransportError, UserError, WorkerLostError
-from hybridep.launch import lab_init, ray_nodes
+from hybridep.launch import host, lab_init, ray_nodes
 from hybridep.launch.host import child_environment, free_port, interface_of
 from hybridep.launch.lab import Lab, LabSite, LabSpec
 from hybridep.launch.machine import PROCESS_BYTES, memory_bytes, require_room
@@ -72,10 +73,18 @@ def test_a_process_that_cannot_be_started_leaves_no_pipe_open(tmp_path: Path) ->
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_interfaces_and_ports() -> None:
+def test_interfaces_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface_of("127.0.0.1") == interface_of("127.0.0.9")
     with pytest.raises(UserError, match="no network interface here has the address 192"):
         interface_of("192.0.2.1")
+    with monkeypatch.context() as patch:
+        addresses = [SimpleNamespace(family=socket.AF_INET, address=one) for one in ("10.1.0.5", "192.0.2.1")]
+        patch.setattr(host.psutil, "net_if_addrs", lambda: {"eth0": addresses})
+        assert interface_of("10.1.0.5") == "eth0"
+        with pytest.raises(
+            UserError, match=r"eth0 has the address 10\.1\.0\.5 before 192\.0\.2\.1, .* --node-ip-address=10\.1\.0\.5"
+        ):
+            interface_of("192.0.2.1")
     assert 0 < free_port("127.0.0.1") < 65536
     assert child_environment({"X": "1"})["X"] == "1"
     assert (Path(child_environment()["PYTHONPATH"].split(os.pathsep)[0]) / "hybridep").is_dir()

@@ -66,6 +66,7 @@ class Stage:
         monkeypatch.setattr(restarts, "backend_for", self._backend)
         monkeypatch.setattr(restarts, "sites_at_hand", self._sites)
         monkeypatch.setattr(restarts, "_PATIENCE_S", 0.0)
+        monkeypatch.setattr(restarts, "_HEAD_PATIENCE_S", 0.0)
         monkeypatch.setenv("RAY_ADDRESS", "somewhere")
 
     @contextmanager
@@ -237,6 +238,41 @@ def test_a_loss_before_the_first_step_begins_anew(tmp_path: Path, monkeypatch: p
     summary = train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
     assert [(one.resume, one.or_begin) for one in stage.jobs] == [(False, False), (False, False), (True, True)]
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["lost"] == summary["lost"] != []
+
+
+@pytest.mark.parametrize("who", ["dc2", "rank 5 in dc2", "dc1 or dc2"])
+def test_a_site_that_answers_and_is_lost_again_at_once_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """Something does not pass between it and others that Ray does not need. After a while it may come back."""
+    monkeypatch.setattr(restarts._Asking, "is_so", lambda self: self._ask())
+    attempts = lose(who, range(1, 4)), lose(who, range(3, 3)), finish(range(3, 11))
+    stage = Stage(monkeypatch, list(attempts), [DCS])
+    train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+    assert [one.plan.cluster.site_names for one in stage.jobs] == [tuple(DCS)] * 2 + [("dc0", "dc1", "dc3")]
+    monkeypatch.setattr(restarts, "_SHUNNED_S", 0.0)
+    stage = Stage(monkeypatch, list(attempts), [DCS])
+    train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+    assert [one.plan.cluster.sizes[0] for one in stage.jobs] == [4, 4, 4]
+
+
+def test_nobody_is_left_out_without_whom_there_is_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise InfeasibleError("too large")
+
+    monkeypatch.setattr(restarts, "named_plan", fails)
+    stage = Stage(monkeypatch, [lose("dc2", range(1, 4)), lose("dc2", range(3, 3)), finish(range(3, 11))], [DCS])
+    train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+    assert [one.plan.cluster.sizes[0] for one in stage.jobs] == [4, 4, 4]
+
+
+def test_the_head_may_be_away_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not so sites, which it tells of: all are there when it is."""
+    monkeypatch.setattr(restarts.time, "sleep", lambda seconds: None)
+    stage = Stage(monkeypatch, [lose("dc0", range(1, 4)), finish(range(3, 11))], [[], [], [], DCS])
+    monkeypatch.setattr(restarts, "_HEAD_PATIENCE_S", 60.0)
+    train_on(job_of(tmp_path), local=False, restarts=1, on_step=lambda record: None)
+    assert [one.plan.cluster.sizes[0] for one in stage.jobs] == [4, 4]
 
 
 def test_a_resumed_run_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

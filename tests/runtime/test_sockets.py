@@ -12,7 +12,7 @@ import pytest
 from rank_pool import RankPool
 
 from runtime.event_threads import waiting_their_turn
-from runtime.sockets import UNSENT_BYTES, keeping_little_unsent
+from runtime.sockets import UNSENT_BYTES, between_ranks
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -42,11 +42,15 @@ def test_ranks_reach_each_other_over_limited_connections() -> None:
 def test_only_what_is_opened_meanwhile_is_limited() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as before:
         usual_bytes = _limit_bytes(before)
-        with keeping_little_unsent():
+        with between_ranks():
             meanwhile = socket.create_connection(server.getsockname())
         with meanwhile, socket.create_connection(server.getsockname()) as after:
             assert _limit_bytes(meanwhile) == UNSENT_BYTES != usual_bytes
             assert _limit_bytes(before) == _limit_bytes(after) == usual_bytes
+            kept = [one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for one in (before, meanwhile, after)]
+            assert kept == [0, 1, 0]
+            # Sooner than firewalls forget a connection.
+            assert meanwhile.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 120
             meanwhile.sendall(b"still open")
 
 

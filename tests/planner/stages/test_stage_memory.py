@@ -65,8 +65,9 @@ def test_what_is_known_of_layers_is_what_stages_keep(seed: int) -> None:
 def test_pipelines_run_as_far_ahead_as_memory_allows(seed: int) -> None:
     """From memory for nothing on to memory for all; where there is none it is told what the fullest stage lacks."""
     cluster, workload, _ = of_all_kinds(seed)
-    layers, batches, found = (5, 2, 2), possible_micro_batches(workload, cluster, PATH)[-1], list[int | None]()
-    for memory_bytes in np.geomspace(1e7, 3e8, 20).tolist():
+    layers, batches = (5, 2, 2), possible_micro_batches(workload, cluster, PATH)[-1]
+
+    def ahead_with(memory_bytes: float) -> int | None:
         candidates = candidates_of(with_memory(cluster, memory_bytes), workload, StageWishes())
         plan = candidates._pipeline(PATH, layers, batches)
         assert plan is not None
@@ -78,9 +79,18 @@ def test_pipelines_run_as_far_ahead_as_memory_allows(seed: int) -> None:
         fitting = [ahead for ahead in AHEAD if all(one.fits for one in fullest[ahead])]
         made = candidates.of(PATH, layers, batches)
         assert (made and made.plan.ahead) == (max(fitting) if fitting else None)
-        found.append(made.plan.ahead if made is not None else None)
-        if made is None:
-            most = max(fullest[AHEAD[0]], key=lambda one: one.fullest_bytes / one.capacity_bytes)
-            assert candidates._lack == pytest.approx(most.fullest_bytes / most.capacity_bytes)
-            assert f"rank {most.fullest_name} needs" in candidates.lacking
-    assert None in found and AHEAD[-1] in found and len(set(found)) > 2
+        if made is not None:
+            return made.plan.ahead
+        most = max(fullest[AHEAD[0]], key=lambda one: one.fullest_bytes / one.capacity_bytes)
+        assert candidates._lack == pytest.approx(most.fullest_bytes / most.capacity_bytes)
+        assert f"rank {most.fullest_name} needs" in candidates.lacking
+        return None
+
+    low_bytes, high_bytes = 1e7, 3e8
+    assert (ahead_with(low_bytes), ahead_with(high_bytes)) == (None, AHEAD[-1])
+    while high_bytes > 1.02 * low_bytes and (middle := ahead_with((low_bytes + high_bytes) / 2)) in (None, AHEAD[-1]):
+        low_bytes, high_bytes = (
+            [(low_bytes + high_bytes) / 2, high_bytes] if middle is None else [low_bytes, (low_bytes + high_bytes) / 2]
+        )
+    assert middle not in (None, AHEAD[-1]), "there is nothing between"
+    assert all(ahead_with(one) for one in np.linspace((low_bytes + high_bytes) / 2, high_bytes, 6).tolist())
