@@ -65,6 +65,9 @@ def hybridep() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point; ends the process with the exit code. A bug shows its traceback (and exit code 1)."""
     signal.signal(signal.SIGTERM, terminate)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        # A terminal that is closed; whoever ignores it goes on (nohup).
+        signal.signal(signal.SIGHUP, terminate)
     log = logging.getLogger("hybridep")
     log.setLevel(logging.INFO)
     log.handlers = [_ToStderr()]

@@ -58,7 +58,7 @@ def site_sequences(cluster: Cluster, workload: Workload) -> tuple[int, ...]:
         least = int(found.argmin())
         exact = size * mean * weights[least] / weights.sum()
         raise PlacementError(
-            f"sites.{cluster.site_name(least)}.tokens: {weights[least]:g} is {exact:.2g} sequences per rank and "
+            f"sites.{cluster.datacenters[least]}.tokens: {weights[least]:g} is {exact:.2g} sequences per rank and "
             f"micro-batch, and ranks draw whole ones; raise it, or training.micro_batch_size ({mean}, the mean)"
         )
     return tuple(int(number) for number in found)

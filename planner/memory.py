@@ -100,7 +100,7 @@ def memory_knob(cluster: Cluster, rank: int) -> str:
     """The key that gives a rank its memory."""
     dc = rank // cluster.ranks_per_site
     gpu = cluster.sites[dc].gpu if cluster.sites else None
-    return "gpu.memory" if gpu is None or gpu.memory is None else f"sites.{cluster.site_name(dc)}.gpu.memory"
+    return "gpu.memory" if gpu is None or gpu.memory is None else f"sites.{cluster.datacenters[dc]}.gpu.memory"
 
 
 def fixed_rank_bytes(

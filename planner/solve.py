@@ -151,7 +151,7 @@ def missing_memory(problem: Problem) -> str:
 def too_small(cluster: Cluster, rank: int, need_bytes: float, when: str, more_knobs: str = "") -> str:
     """That a rank lacks memory, and what helps."""
     capacity_bytes = cluster.of_ranks(lambda gpu: gpu.memory)[rank]
-    site = cluster.site_name(rank // cluster.ranks_per_site)
+    site = cluster.datacenters[rank // cluster.ranks_per_site]
     less = f"sites.{site}.experts, sites.{site}.tokens, " if len(cluster.sites) > 1 else ""
     return (
         f"no plan fits: {cluster.worker_name(cluster.location(rank))} needs {format_bytes(need_bytes)} {when} and has "

@@ -25,6 +25,7 @@ from runtime.optimizer import MOMENTS
 
 SCHEMA_VERSION = 3
 _READ_VERSIONS = (2, SCHEMA_VERSION)
+_NEEDED = {"plan", "workload", "homes"}
 _DENSE_2 = "dense.pt"
 CHOSEN = "chosen.pt"
 """File with what all gates chose so far; where rank 0 is."""
@@ -64,6 +65,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         step, number, attempt = int(manifest["step"]), int(manifest.get("number", 0)), int(manifest.get("attempt", 0))
         sizes, dense = dict(manifest.get("bytes", {})), list(manifest.get("dense", [_DENSE_2]))
+        if manifest.get("schema_version") in _READ_VERSIONS and (missing := _NEEDED - manifest.keys()):
+            raise KeyError(min(missing))
     if path.name != checkpoint_name(step):
         raise UserError(f"checkpoint {path}: is of step {step}; name it {checkpoint_name(step)}")
     return manifest | {"step": step, "number": number, "attempt": attempt, "bytes": sizes, "dense": dense}

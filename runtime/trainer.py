@@ -352,6 +352,8 @@ class RankTrainer:
             brought = bring(found, folder, mesh=mesh, shard=self.shard, barrier=barrier, transport=self._files)
         path, self._attempt = found.path, self._started(found.manifest["attempt"])
         self._remarks += found.remarks + brought + changed_settings(path, found.manifest, self._settings)
+        if self.run.trace_step is not None and self.run.trace_step <= found.manifest["step"]:
+            self._remarks.append(f"no timeline, since trace_step {self.run.trace_step} was made before")
         step = load_checkpoint(path, mesh=mesh, shard=self.shard, optimizer=self.optimizer)
         # Ranks read at different speeds, and exchanges wait for seconds only.
         barrier.wait()

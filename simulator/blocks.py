@@ -356,9 +356,9 @@ class Blocks:
     def _optimizer(self) -> FloatArray:
         """[ranks of the cluster] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts
         and of its share of the dense parameters; memory bandwidth bounds it."""
-        model, dtype = self._plan.workload.model, self._plan.workload.training.dtype
+        model, training = self._plan.workload.model, self._plan.workload.training
         params = self._plan.home_experts * float(model.expert_params) + dense_shard_params(model, self._plan.cluster.sizes)
-        size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
+        size_bytes = params * (2 * (training.dtype.num_bytes + training.dtype.state_bytes) + training.gradient_dtype.num_bytes)
         rates = self._plan.cluster.of_ranks(lambda gpu: gpu.memory_bandwidth)
         return self.slowed(np.asarray(size_bytes / rates, dtype=np.float64))
 

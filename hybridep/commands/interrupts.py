@@ -15,11 +15,29 @@ _FASTER = 1e6
 """Seconds that pass for time limits in one second after an interrupt."""
 
 
-def terminate(_number: int, _frame: FrameType | None) -> None:
-    """Handles SIGTERM: as an exception, so that whatever was started is stopped on the way out, which a second one must not
-    end."""
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    raise SystemExit(TERMINATED)
+def terminate(number: int, _frame: FrameType | None) -> None:
+    """Handles SIGTERM and others that end a process: as an exception, so that whatever was started is stopped on the way out,
+    which a second one must not end."""
+    signal.signal(number, lambda *_: None)
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def ended_by_interrupts() -> Iterator[None]:
+    """Ctrl-C inside ends the command. As a KeyboardInterrupt it would end searches only, and what they found so far be used."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager

@@ -448,13 +448,15 @@ def _are_plans(first: str, second: str) -> bool:
 
     def is_plan(path: str) -> bool:
         if not os.path.isfile(path) or Path(path).suffix not in (".yaml", ".yml"):
-            return False
+            return False  # a shipped config's name, or a matrix, or no such file
         data = read_yaml(Path(path))
         return "layers" in data or is_pipeline(data)
 
     plans = [is_plan(path) for path in (first, second)]
     if plans[0] != plans[1]:
         one, other = (first, second) if plans[0] else (second, first)
+        if Path(other).suffix in (".yaml", ".yml") and not os.path.exists(other):
+            raise UserError(f"--compare {other}: no such file")
         raise UserError(f"--compare {other}: holds no plan, as {one} does; give two plan files, or a cluster and a model")
     return plans[0]
 

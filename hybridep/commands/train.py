@@ -47,6 +47,7 @@ def command(
     """
     from hybridep.commands.codecs import codec_lines
     from hybridep.commands.inputs import cluster_and_workload, load_run, resolve_plan
+    from hybridep.commands.interrupts import ended_by_interrupts
     from hybridep.commands.restarts import train_on
     from hybridep.config import require_writable
     from hybridep.launch.backends import in_lab
@@ -61,36 +62,37 @@ def command(
         if any(given.values()):
             raise UserError(f"--export: trains nothing; leave out {next(name for name, value in given.items() if value)}")
         return _export(config, export, as_json)
-    require_writable("output", config.output)
-    check_run(config, cluster_and_workload(config.cluster, config.workload, config.overrides)[1], resume=resume)
-    plan = resolve_plan(config)
-    check_copies(config, plan.cluster)
-    for line in codec_lines(plan):
-        note(f"hybridep train: {line}")
-    if not local and not in_lab() and not os.environ.get("RAY_ADDRESS"):
-        # The plan goes along, so that it is searched for once.
-        with held("output", config.output):
-            plan.save(config.output / PLAN_FILE)
-        more = [*overrides, f"run.plan={json.dumps(str(config.output / PLAN_FILE), ensure_ascii=False)}"]
-        words = [run, *["--resume"] * resume, "--max-restarts", str(restarts)]
-        code = again_in_lab("train", words, plan.cluster, more, as_json)
-        if code is not None:
-            return code
-    if config.data.path is None:
-        note("hybridep train: no data.path: trains on the Python standard library's own sources, as bytes")
-    if config.trace_step is not None and config.trace_step > config.steps:
-        last = f"the last of {counted(config.steps, 'step')}"
-        note(f"hybridep train: no timeline, since trace_step {config.trace_step} is beyond {last}")
-    from hybridep.commands.progress import TrainingProgress
+    with ended_by_interrupts():
+        require_writable("output", config.output)
+        check_run(config, cluster_and_workload(config.cluster, config.workload, config.overrides)[1], resume=resume)
+        plan = resolve_plan(config)
+        check_copies(config, plan.cluster)
+        for line in codec_lines(plan):
+            note(f"hybridep train: {line}")
+        if not local and not in_lab() and not os.environ.get("RAY_ADDRESS"):
+            # The plan goes along, so that it is searched for once.
+            with held("output", config.output):
+                plan.save(config.output / PLAN_FILE)
+            more = [*overrides, f"run.plan={json.dumps(str(config.output / PLAN_FILE), ensure_ascii=False)}"]
+            words = [run, *["--resume"] * resume, "--max-restarts", str(restarts)]
+            code = again_in_lab("train", words, plan.cluster, more, as_json)
+            if code is not None:
+                return code
+        if config.data.path is None:
+            note("hybridep train: no data.path: trains on the Python standard library's own sources, as bytes")
+        if config.trace_step is not None and config.trace_step > config.steps:
+            last = f"the last of {counted(config.steps, 'step')}"
+            note(f"hybridep train: no timeline, since trace_step {config.trace_step} is beyond {last}")
+        from hybridep.commands.progress import TrainingProgress
 
-    with TrainingProgress(config.steps) as progress:
-        job = Job(run=config, plan=plan, resume=resume)
-        summary = train_on(job, local=local, restarts=restarts, on_step=progress)
-    if as_json:
-        emit(summary)
-    else:
-        _print(summary)
-    return 0
+        with TrainingProgress(config.steps) as progress:
+            job = Job(run=config, plan=plan, resume=resume)
+            summary = train_on(job, local=local, restarts=restarts, on_step=progress)
+        if as_json:
+            emit(summary)
+        else:
+            _print(summary)
+        return 0
 
 
 def _export(run: Run, folder: Path, as_json: bool) -> int:

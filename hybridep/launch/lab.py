@@ -164,7 +164,14 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | Non
     finally:
         os.close(writer)
 
+    early, built = list[int](), False
+
     def forward(number: int, _frame: FrameType | None) -> None:
+        if not built:
+            # The kernel drops what the lab's first process has no handler for yet; nothing has started in it.
+            early.append(number)
+            outer.kill()
+            return
         if interrupted_by_terminal(number):
             return
         # unshare itself ignores these signals; its child is the lab's first process.
@@ -177,14 +184,21 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | Non
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             previous[number] = signal.signal(number, forward)
     try:
-        with os.fdopen(reader) as report:
-            outcome = report.read()
+        said = b""
+        with open(reader, "rb", buffering=0) as report:
+            # It is open until the lab ends.
+            while chunk := report.read(1 << 12):
+                said += chunk
+                built = said == BUILT.encode()
         code = outer.wait()
     finally:
         outer.kill()
         outer.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if early:
+        return 128 + early[0]
+    outcome = said.decode()
     if outcome == BUILT or code < 0 or code > 128:
         return code if code >= 0 else 128 - code
     raise LabUnavailableError(outcome or probe_lab() or f"the lab's first process ended with {code} before it began")

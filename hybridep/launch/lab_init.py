@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -38,8 +39,9 @@ def build(spec: LabSpec) -> Lab:
     return lab
 
 
-def run_as_init(argv: list[str], environment: dict[str, str]) -> int:
-    """Run ``argv``, forward signals to it, reap every orphan, and return its exit code (128 + n for signal n)."""
+def run_as_init(argv: list[str], environment: dict[str, str], ready: Callable[[], None] = lambda: None) -> int:
+    """Run ``argv``, forward signals to it, reap every orphan, and return its exit code (128 + n for signal n). ``ready`` is
+    called once no signal is lost any more."""
     command: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
@@ -55,6 +57,7 @@ def run_as_init(argv: list[str], environment: dict[str, str]) -> int:
     # Before the command starts: the kernel drops what a namespace's first process has no handler for.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
+    ready()
     try:
         command = subprocess.Popen(argv, env=environment)
     except OSError as error:
@@ -80,9 +83,12 @@ def main() -> int:
     except Exception as error:  # whatever refused the lab is the outer half's to raise
         os.write(report, f"{type(error).__name__}: {error}".splitlines()[0].encode())
         return 1
-    os.write(report, BUILT.encode())
-    os.close(report)
-    return run_as_init(argv, {**os.environ, LAB_VARIABLE: lab.to_json()})
+
+    def tell() -> None:
+        os.write(report, BUILT.encode())
+        os.close(report)
+
+    return run_as_init(argv, {**os.environ, LAB_VARIABLE: lab.to_json()}, tell)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class RankProcesses:
         """Of ranks that have begun."""
         self._tell: dict[int, int] = {}
         """Rank -> the file descriptor of what it is told through."""
+        self._printed_bytes: dict[int, int] = {}
+        """Of each rank's log, before it began."""
         self._reader = ReportReader()
         self._settled: set[int] = set()
         """Ranks that have finished or failed in their own words."""
@@ -43,9 +45,11 @@ class RankProcesses:
         job_file, files = self._job.write(), dict[int, Files]()
         try:
             for rank in self._places:
-                if not self._job.resume or not self._job.log(rank).exists():
+                printed = self._job.log(rank)
+                if not self._job.resume or not printed.exists():
                     # What a run that goes on has printed before may tell what it was lost by.
-                    write_text(self._job.log(rank), "")
+                    write_text(printed, "")
+                self._printed_bytes[rank] = printed.stat().st_size
                 report = self._reader.pipe(rank)
                 told, self._tell[rank] = os.pipe()
                 files[rank] = Files(report=report, told=told)
@@ -97,7 +101,7 @@ class RankProcesses:
     def _died(self, rank: int) -> Failed:
         pid, log = self._pids.get(rank), self._job.log(rank)
         if pid is None:
-            log = log if log.stat().st_size else self._job.log(self._first)
+            log = log if log.stat().st_size > self._printed_bytes[rank] else self._job.log(self._first)
             return Failed(rank=rank, kind=FailureKind.DIED, why=f"its process ended before it began (its output: {log})")
         code = self._exit_code(pid)
         if code is None:

@@ -7,16 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from cli_cases import Call, Inputs, shell
 
-from hybridep.commands.inputs import load_workload
+from hybridep.baselines import Baseline, baseline_plan
+from hybridep.commands import inputs as commands_inputs
+from hybridep.commands.inputs import cluster_and_workload, load_workload
 from hybridep.launch.host import child_environment
 from hybridep.pipeline import load_any_plan
+from hybridep.plan import Plan
 from hybridep.routing import load_routing
+from hybridep.run import Run
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -127,7 +132,9 @@ def test_an_error_in_a_rank_is_a_bug_with_its_traceback_kept(inputs: Inputs) -> 
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
 def test_whatever_ends_the_launcher_ends_the_ranks(inputs: Inputs, number: signal.Signals, code: int) -> None:
     words = ["train", str(inputs.run), "--local", "--set", "steps=100000"]
     command = [sys.executable, "-m", "hybridep.cli", *words]
@@ -156,6 +163,23 @@ def test_whatever_ends_the_launcher_ends_the_ranks(inputs: Inputs, number: signa
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_interrupts_planning_ends_the_command(
+    inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    """Searches take an interrupt for the end of their time, and give the best so far."""
+
+    def searched(run: Run) -> Plan:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(number)
+        return baseline_plan(*cluster_and_workload(run.cluster, run.workload, run.overrides), Baseline.EP)
+
+    monkeypatch.setattr(commands_inputs, "resolve_plan", searched)
+    before = signal.getsignal(signal.SIGINT)
+    assert call("train", inputs.run, "--local").code == code
+    assert signal.getsignal(signal.SIGINT) is before and not (inputs.output / "logs").exists()
 
 
 @pytest.mark.turns(2)

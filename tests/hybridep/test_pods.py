@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from hybridep.config import build
-from hybridep.errors import ConfigError
+from hybridep.errors import ConfigError, PlacementError
 from hybridep.pods import MOST_PODS
+from hybridep.shares import site_sequences
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, OpLevel, link_bytes
+from hybridep.workload import Workload
+from planner.memory import memory_knob
+from planner.solve import too_small
 
 GBPS = 1e9 / 8
 
@@ -51,6 +55,31 @@ def loads(cluster: Cluster, src: int, dst: int) -> dict[str, float]:
     sent[src * cluster.sizes[1], dst] = 8.0
     found = link_bytes(cluster, {OpLevel(Op.TOKEN_DISPATCH, 0): sent})
     return {link.name: number for link, number in zip(cluster.link_table, found, strict=True) if number}
+
+
+def test_errors_name_what_the_file_has() -> None:
+    cluster = build(Cluster, cluster_data(), "test")
+    assert memory_knob(cluster, 0) == "sites.big.gpu.memory"
+    text = too_small(cluster, 0, 1e15, "here")
+    assert "Raise sites.big.gpu.memory, " in text and "lower sites.big.experts, sites.big.tokens, " in text
+    uneven = cluster_data()
+    uneven["sites"][1]["tokens"] = 50
+    with pytest.raises(PlacementError, match=r"sites\.small\.tokens|sites\.big\.tokens"):
+        site_sequences(build(Cluster, uneven, "test"), two_sequences())
+
+
+def two_sequences() -> Workload:
+    model = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_heads": 1,
+        "vocab_size": 8,
+        "num_experts": 2,
+        "top_k": 1,
+        "expert_ffn_size": 8,
+    }
+    training = {"sequence_length": 4, "micro_batch_size": 2, "dtype": "fp32"}
+    return build(Workload, {"name": "two", "model": model, "training": training}, "two")
 
 
 def test_pods_become_sites_that_share_their_access_link() -> None:

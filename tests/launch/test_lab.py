@@ -125,6 +125,29 @@ def test_signals_reach_the_command(number: signal.Signals) -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("after_s", [0.0, 0.15])
+def test_no_signal_is_lost_while_a_lab_is_built(number: signal.Signals, after_s: float) -> None:
+    """Its first process has no handlers then, and the kernel drops what has none there."""
+    marker = uuid.uuid4().hex
+    command = [sys.executable, "-c", OUTER, "exec sleep 1000", marker]
+    outer = subprocess.Popen(command, env=child_environment(), stdin=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while len(_marked(marker)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(after_s)
+        outer.send_signal(number)
+        assert outer.wait(timeout=10) == 128 + number
+        while _marked(marker) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert _marked(marker) == []
+    finally:
+        outer.kill()
+        outer.wait()
+
+
+@pytest.mark.lab
 def test_nothing_is_left_after_the_outer_process_is_killed() -> None:
     marker = uuid.uuid4().hex
     # Orphans: one of them in a session of its own inside a datacenter: no group, parent or terminal ties it to us.

@@ -15,7 +15,7 @@ from hybridep.plan import LayerGroup, Plan
 from hybridep.recompute import ALL, Recompute
 from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
-from hybridep.workload import Workload
+from hybridep.workload import Dtype, Workload
 from simulator.step import StepResult, simulate_step
 
 
@@ -49,6 +49,17 @@ def fixed_parts(plan: Plan) -> dict[str, float]:
         # part of the rest, which a site's ranks share out.
         "optimizer": (16 / plan.cluster.num_gpus * 2 * 3 * hidden * 128 + dense_part) * 28 / 1e12,
     }
+
+
+@pytest.mark.parametrize("micro_batches", [8, 9])
+def test_the_optimizer_reads_gradients_as_wide_as_their_sums(micro_batches: int) -> None:
+    """In bf16 those of more than eight micro-batches are fp32; states are fp32, two moments and the weight."""
+    plan = make_plan(2, micro_batches=micro_batches)
+    training = plan.workload.training.model_copy(update={"dtype": Dtype.BF16})
+    plan = plan.with_layers(*plan.layers, workload=plan.workload.model_copy(update={"training": training}))
+    gradient_bytes = 2 if micro_batches <= 8 else 4
+    moved = 2 * (2 + training.dtype.state_bytes) + gradient_bytes
+    assert simulate_step(plan).parts["optimizer"] == pytest.approx(fixed_parts(plan)["optimizer"] / 28 * moved)
 
 
 # A dispatched row: 64 fp32 values, 3 fp32 weights, 3 int32 ids. Its gradient has no ids; combined rows are values only.
