@@ -52,15 +52,21 @@ def divisors(size: int) -> tuple[int, ...]:
 def home_blocks(cluster: Cluster, num_experts: int) -> IntArray:
     """[E]: the rank that owns each expert, as many at each site as ``Site.experts`` says, site after site: contiguous blocks
     where every rank has one, else spread over ranks of all places (`_spread`)."""
-    weights, inside = cluster.home_weights, cluster.ranks_per_site
+    weights = cluster.home_weights
     if np.ptp(weights) > 0:
         numbers = apportion(num_experts, weights)
     elif num_experts >= cluster.num_gpus:
         return expert_homes(num_experts, cluster.num_gpus)
     else:
         numbers = np.bincount(expert_homes(num_experts, cluster.sizes[0]), minlength=cluster.sizes[0])
+    return homes_of(numbers, cluster.sizes)
+
+
+def homes_of(numbers: IntArray, sizes: tuple[int, ...]) -> IntArray:
+    """[E]: the same where sites have so many experts, at levels of these ``sizes``, sites first."""
+    inside = math.prod(sizes[1:])
     if min(numbers[numbers > 0]) < inside:
-        return _spread(tuple(numbers.tolist()), cluster.sizes).copy()
+        return _spread(tuple(numbers.tolist()), sizes).copy()
     return np.concatenate([dc * inside + expert_homes(int(number), inside) for dc, number in enumerate(numbers) if number])
 
 

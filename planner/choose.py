@@ -49,6 +49,7 @@ def plan(
     codecs: Mapping[str, Codecs] | None = None,
     max_loss: float | None = None,
     goal: Goal = FASTEST,
+    free_homes: bool = False,
     report: Report | None = None,
 ) -> Plan:
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. At levels
@@ -57,8 +58,9 @@ def plan(
     plans whose copies set out before their blocks (``Schedule.prefetch``). Tokens travel in up to ``most_chunks`` parts, as many
     as bring something: 1, 2, 4 and so on, or the most (``planner.chunks``, also for what the bound then holds for). ``codecs`` by
     level name, or those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a
-    ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. On KeyboardInterrupt,
-    once there is a plan, the best so far.
+    ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. ``free_homes``: among up
+    to ``MANY_SITES`` sites that differ more experts may live where links are faster, without rules, prices and popularity. On
+    KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
     (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).
@@ -78,6 +80,7 @@ def plan(
         codecs=codecs,
         max_loss=max_loss,
         goal=goal,
+        free_homes=free_homes,
         report=report,
     )[0]
 
@@ -97,6 +100,7 @@ def plans(
     codecs: Mapping[str, Codecs] | None = None,
     max_loss: float | None = None,
     goal: Goal = FASTEST,
+    free_homes: bool = False,
     report: Report | None = None,
 ) -> list[Plan]:
     """At most ``count`` different plans, the fastest first, which is ``plan``'s; the others have no solver's report. Between
@@ -120,6 +124,7 @@ def plans(
                 most_chunks=most_chunks,
                 codecs=chosen,
                 goal=goal,
+                free_homes=free_homes,
                 report=report,
             )
 
@@ -182,6 +187,7 @@ def plans(
             codecs=codecs,
             most_chunks=most_chunks,
             fit_domains=either and goal.budget_usd is None,
+            free_homes=free_homes and cluster.sizes[0] <= MANY_SITES,
         )
         if ahead:
             found = tables_ahead(found, count)

@@ -18,6 +18,7 @@ from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS, evaluate
 from planner.plans import plan_domains
 from planner.sites.cost import site_cost
+from planner.sites.evaluate import home_of
 from planner.sites.others import rank_order_domains
 from planner.sites.plans import chosen_table
 from planner.sites.problem import SiteProblem, site_problem
@@ -74,12 +75,13 @@ def upgrades(
     to others. Of each sort the ``top`` ones by what they bring to the plan as it is (its step's derivative, taken in one stride)
     are verified by planning anew; the others are left out. Where the plan is none that plans between sites know, which and where
     these searches begin go by the nearest one (``chosen_table``). ``streams`` are the connections by level name that were
-    asked for (``Schedule.streams``); others may change. Raises UserError for one site, and plans with homes of their own or
-    measured popularity."""
+    asked for (``Schedule.streams``); others may change. Raises UserError for one site, and plans with homes that differ by
+    layer or measured popularity."""
     chosen = chosen_table(plan)
     if chosen is None or plan.cluster.sizes[0] < 2:
         raise UserError(
-            f"cluster {plan.cluster.name}: upgrades are priced for plans between sites, without homes of their own or popularity"
+            f"cluster {plan.cluster.name}: upgrades are priced for plans between sites, without homes that differ by "
+            "layer or popularity"
         )
     if plan.schedule.prefetch:
         raise UserError(
@@ -87,7 +89,7 @@ def upgrades(
         )
     table, configuration = chosen
     schedule, _ = with_most(plan.cluster, plan.schedule.model_copy(update={"streams": dict(streams or {})}))
-    asked = site_problem(plan.cluster, plan.workload, schedule, constraints, codecs=plan.codecs)
+    asked = site_problem(plan.cluster, plan.workload, schedule, constraints, codecs=plan.codecs, home=home_of(plan))
     # What no layer computes again now none need with more of anything.
     ways = (Recompute.NOTHING, *cheapest_first(plan.workload)) if plan.recomputes else (Recompute.NOTHING,)
     problems = [replace(asked, recompute=one) for one in ways]

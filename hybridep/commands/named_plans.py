@@ -34,7 +34,8 @@ def _made(name: str, cluster: Cluster, workload: Workload, time_limit_s: float, 
     if in_stages:
         return stage_choice.in_stages(cluster, workload, planner.StageWishes(codecs=codecs), time_limit_s=time_limit_s).plan
     if not codecs and schedule == Schedule(streams=schedule.streams):
-        return plan_choice.planned(cluster, workload, time_limit_s)
+        # A plan that takes another one's place leaves weights where they are.
+        return plan_choice.planned(cluster, workload, time_limit_s, free_homes=before is None)
     return planner.plan(
         cluster,
         workload,

@@ -62,14 +62,14 @@ def decides(cluster: Cluster, workload: Workload) -> bool:
     return by_site(cluster, workload) and few and cluster.gpu.sharing == 1
 
 
-def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) -> Plan:
+def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0, *, free_homes: bool = True) -> Plan:
     """What ``hybridep plan`` makes of these without further wishes. Raises what the planner raises."""
     import planner
 
     if not decides(cluster, workload):
-        return planner.plan(cluster, workload, time_limit_s=time_limit_s)
+        return planner.plan(cluster, workload, time_limit_s=time_limit_s, free_homes=free_homes)
     started_s = now_s()
-    made = planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s)
+    made = planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s, free_homes=free_homes)
     most = most_simulated(cluster, time_limit_s)
     return choose(made, None, until_s=started_s + time_limit_s, most=most).plan
 

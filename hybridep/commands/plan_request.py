@@ -83,6 +83,8 @@ class PlanRequest:
             "codecs": self.codecs,
             "max_loss": self.max_loss,
             "goal": self.goal,
+            # All of a pool have the same.
+            "free_homes": self.pool is None,
             "report": report,
         }
 

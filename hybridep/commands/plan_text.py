@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from hybridep.commands.codecs import codec_lines, codecs_text
 from hybridep.commands.common import stdout_console
+from hybridep.homes import home_table
 from hybridep.shares import alike_ranks, site_sequences
 from hybridep.units import counted, format_bytes, format_dollars, format_seconds, format_throughput
 
@@ -72,6 +74,8 @@ def _show_placement(made: Plan, whole: bool) -> None:
         console.print(f"  {_ranks(made)}")
     for group in made.layers:
         console.print(f"  {placed_text(cluster.levels[0].name, group, served=not whole)}")
+        if group.homes:
+            console.print(f"    {_homes(made, group)}")
         for one in group.serving if whole else ():
             holders = ", ".join(f"{site} ({experts})" for site, experts in one.holders.items())
             console.print(f"    tokens of {', '.join(one.sites)}: experts at {holders}")
@@ -188,6 +192,18 @@ def _serving(name: str, group: LayerGroup) -> str:
     shown = [f"({few(one.sites)} find experts at {few(list(one.holders))})" for one in groups[:4]]
     more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
     return f"{name}: {counted(len(groups), 'group')} of sites: {', '.join(shown)}{more}"
+
+
+def _homes(made: Plan, group: LayerGroup) -> str:
+    """At which sites no experts live, or how many do at others."""
+    cluster = made.cluster
+    home = home_table(cluster, made.workload.model.num_experts, group.homes) // cluster.ranks_per_site
+    numbers = Counter(dict.fromkeys(range(cluster.sizes[0]), 0) | Counter(home.tolist()))
+    none = [cluster.site_name(site) for site, number in numbers.items() if not number]
+    if none:
+        return f"experts live where links are fast, none at {few(none)}"
+    (most, number), *_, (least, other) = numbers.most_common()
+    return f"more experts live where links are fast: {number} at {cluster.site_name(most)}, {other} at {cluster.site_name(least)}"
 
 
 def few(names: Sequence[str]) -> str:

@@ -168,9 +168,8 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | Non
 
     def forward(number: int, _frame: FrameType | None) -> None:
         if not built:
-            # The kernel drops what the lab's first process has no handler for yet; nothing has started in it.
+            # The kernel drops what the lab's first process has no handler for yet.
             early.append(number)
-            outer.kill()
             return
         if interrupted_by_terminal(number):
             return
@@ -190,6 +189,9 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | Non
             while chunk := report.read(1 << 12):
                 said += chunk
                 built = said == BUILT.encode()
+                if built and early:
+                    # Not before: what unshare has just forked is not yet tied to it.
+                    outer.kill()
         code = outer.wait()
     finally:
         outer.kill()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hybridep.arrays import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.plan import LayerGroup, Plan
 from hybridep.traffic import add_between_sites
 from planner.cost import Cost, StepCost, combine
@@ -29,11 +29,11 @@ from planner.sites.reductions import dense_exchanges
 
 
 def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
-    """Cost and memory of a plan; None where it needs arrays over ranks (partial domains inside sites, homes of its own, measured
-    popularity, copies that set out ahead of their blocks)."""
-    if plan.popularity or plan.schedule.prefetch or any(group.homes for group in plan.layers):
+    """Cost and memory of a plan; None where it needs arrays over ranks (partial domains inside sites, homes that differ by layer,
+    measured popularity, copies that set out ahead of their blocks)."""
+    if plan.popularity or plan.schedule.prefetch or (home := home_of(plan)) is None:
         return None
-    plain = site_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs)
+    plain = site_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs, home=home)
     costs: list[tuple[int, Cost]] = []
     memories: list[tuple[int, LayerMemory]] = []
     for _, num_layers, group, placement, _ in plan.placed:
@@ -47,6 +47,13 @@ def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
     dense, some = (replace(plain, recompute=one) for one in (plan.dense_recompute, plan.recomputes))
     cost = combine(ExchangeTimes(cluster=plan.cluster), _fixed_cost(dense), costs)
     return cost, total_memory(plan.cluster, _fixed_memory(dense, some), memories)
+
+
+def home_of(plan: Plan) -> IntArray | None:
+    """[E]: the rank that owns each expert, in all layers; None where they differ, or are not in the order of ranks."""
+    first, *others = (placement.home for placement in plan.placements)
+    alike = (np.diff(first) >= 0).all() and all(np.array_equal(first, other) for other in others)
+    return first if alike else None
 
 
 def inside_of(plan: Plan, group: LayerGroup) -> tuple[Inside, ...] | None:

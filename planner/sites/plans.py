@@ -11,6 +11,7 @@ import numpy as np
 from hybridep.arrays import IntArray
 from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError, NoSolutionError
+from hybridep.homes import homes_text
 from hybridep.plan import Objective, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.recompute import ALL, Recompute, cheapest_first
@@ -27,7 +28,8 @@ from planner.goal import FASTEST, Goal
 from planner.memory import TOLERANCE
 from planner.plans import plan_domains, predict, solver_report
 from planner.sites.cost import SiteCost, fixed_cost
-from planner.sites.evaluate import nearest_inside
+from planner.sites.evaluate import home_of, nearest_inside
+from planner.sites.free_homes import with_better_homes
 from planner.sites.problem import Configuration, SiteProblem, site_problem
 from planner.sites.search import Found
 from planner.sites.solution import SiteSolution, Wishes, solve_sites
@@ -46,6 +48,7 @@ def plan_sites(
     codecs: Mapping[str, Codecs] | None = None,
     most_chunks: int = 1,
     fit_domains: bool = False,
+    free_homes: bool = False,
 ) -> list[Plan]:
     """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
     layers, or equal domains where those win.
@@ -54,12 +57,15 @@ def plan_sites(
     walks also where that is better. The first has a bound that holds for every serving table that keeps the rules, whatever it
     costs and the choice inside sites, used in all layers, and for the integer program's mixtures of equal domains; and where
     tokens travel in any number of parts up to ``most_chunks`` (tables are searched for tokens in one piece).
-    ``fit_domains``: where no equal domains fit no table is looked for, since sites are alike. Raises InfeasibleError and
-    UserError.
+    ``fit_domains``: where no equal domains fit no table is looked for, since sites are alike. ``free_homes``: more experts may
+    live where links are faster (``planner.sites.free_homes``); the bound is then one for plans with the homes chosen, and for
+    equal domains. Raises InfeasibleError and UserError.
     """
     wishes = wishes or Wishes()
     started, asked_s = now_s(), elapsed_s()
     problem = site_problem(cluster, workload, schedule, constraints, goal=goal, codecs=codecs, most_chunks=most_chunks)
+    if free_homes and problem.permissions is None and not goal.needs_prices:
+        problem, wishes = with_better_homes(problem, wishes)
     domains = None
     if problem.permissions is None and cluster.num_gpus <= MOST_RANKS:
         limit_s, by_level = max(wishes.time_limit_s / 4, 0.2), problem.codecs_by_level
@@ -152,7 +158,8 @@ def table_plan(problem: SiteProblem, table: IntArray, configuration: Configurati
     """The plan with this serving table ([D, E]) in all MoE layers, with its prediction and without a solver's report."""
     choices, serving = problem.choices(configuration.inside), serving_groups(problem.cluster, table)
     layers, residency = problem.workload.model.num_moe_layers, configuration.residency
-    group = layer_group(0, layers, choices, residency, serving, recompute=problem.recompute)
+    homes = {} if problem.has_default_homes else homes_text(problem.cluster, problem.home)
+    group = layer_group(0, layers, choices, residency, serving, recompute=problem.recompute).model_copy(update={"homes": homes})
     made = Plan(
         cluster=problem.cluster,
         workload=problem.workload,
@@ -166,10 +173,11 @@ def table_plan(problem: SiteProblem, table: IntArray, configuration: Configurati
 
 def chosen_table(plan: Plan) -> tuple[IntArray, Configuration] | None:
     """The serving table ([D, E]) and the configuration of most of a plan's layers, or the nearest one where domains are a part of
-    a level inside sites; None for homes of their own and measured popularity, which plans between sites do not know."""
+    a level inside sites; None for homes that differ by layer (``evaluate.home_of``) and measured popularity, which plans between
+    sites do not know."""
     most = max(plan.placed, key=lambda layers: layers.num_layers)
     inside, _ = nearest_inside(plan, most.group)
-    if most.group.homes or plan.popularity:
+    if home_of(plan) is None or plan.popularity:
         return None
     return np.ascontiguousarray(most.placement.serve[0]), Configuration(inside=inside, residency=most.group.residency)
 

@@ -102,6 +102,11 @@ class SiteProblem:
         return self.workload.model.num_moe_layers
 
     @cached_property
+    def has_default_homes(self) -> bool:
+        """Homes are where the cluster has them by itself."""
+        return np.array_equal(self.home, home_blocks(self.cluster, self.num_experts))
+
+    @cached_property
     def home_site(self) -> IntArray:
         """[E]."""
         return self.home // self.num_inside
@@ -334,8 +339,9 @@ def site_problem(
     codecs: Mapping[str, Codecs] | None = None,
     most_chunks: int = 1,
     recompute: Recompute = Recompute.NOTHING,
+    home: IntArray | None = None,
 ) -> SiteProblem:
-    """Raises InfeasibleError for rules that clash."""
+    """``home``: [E] ranks, in their order, in place of the cluster's own. Raises InfeasibleError for rules that clash."""
     up, down = cluster.access_bytes_per_s
     return SiteProblem(
         cluster=cluster,
@@ -345,7 +351,7 @@ def site_problem(
         down_bytes_per_s=down,
         pair_bytes_per_s=cluster.pair_bytes_per_s,
         latency_s=cluster.site_latency_s,
-        home=home_blocks(cluster, workload.model.num_experts),
+        home=home_blocks(cluster, workload.model.num_experts) if home is None else home,
         permissions=binding(cluster, workload.model.num_experts, constraints),
         goal=goal,
         codecs=level_codecs([level.name for level in cluster.levels], codecs or {}),

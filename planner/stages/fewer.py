@@ -138,6 +138,7 @@ def without_stages(cluster: Cluster, workload: Workload, wishes: StageWishes, ti
         codecs=codecs_inside(wishes.codecs),
         max_loss=wishes.max_loss,
         goal=wishes.goal,
+        free_homes=True,
     )
 
 

@@ -133,7 +133,8 @@ def test_two_plan_files_are_compared_as_they_are(inputs: Inputs, call: Call) -> 
     assert call("plan", "--compare", path, path, "--json").code == 0
     for other in (inputs.folder / "missing.yaml", inputs.cluster):
         for both in ((path, other), (other, path)):
-            assert f"--compare {other}: holds no plan, as {path} does" in one_line(call("plan", "--compare", *both))
+            why = f"holds no plan, as {path} does" if other.exists() else "no such file"
+            assert f"--compare {other}: {why}" in one_line(call("plan", "--compare", *both))
 
 
 def test_wrong_runs(inputs: Inputs, call: Call) -> None:

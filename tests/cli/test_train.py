@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli_cases import Call, Inputs, shell
+from cli_cases import CLUSTER, Call, Inputs, shell
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands import inputs as commands_inputs
@@ -180,6 +180,35 @@ def test_what_interrupts_planning_ends_the_command(
     before = signal.getsignal(signal.SIGINT)
     assert call("train", inputs.run, "--local").code == code
     assert signal.getsignal(signal.SIGINT) is before and not (inputs.output / "logs").exists()
+
+
+def test_experts_that_live_where_links_are_fast_are_trained_as_others(inputs: Inputs, call: Call) -> None:
+    sites = "[{name: a, up: 30 Mbps, down: 50 Mbps}, {name: b, up: 20 Mbps}, {name: c}, {name: d}, {name: e}]"
+    cluster = CLUSTER.replace("size: 2", "size: 5").replace("10 GFLOPS", "1 TFLOPS") + f"sites: {sites}\n"
+    where = ["--set", f"cluster={inputs.write('five.yaml', cluster)}"]
+    large = ["--set", "model.expert_ffn_size=8192", "--set", "training.micro_batches=16"]
+    plan = inputs.folder / "homes.yaml"
+    told = call("plan", inputs.folder / "five.yaml", inputs.workload, "-o", plan, "--time-limit", 3, *large)
+    assert told.code == 0 and "experts live where links are fast, none at b\n" in told.out, told.err
+    found = [
+        shell(
+            "train",
+            inputs.run,
+            "--local",
+            "--json",
+            *where,
+            *large,
+            "--set",
+            f"run.plan={one}",
+            "--set",
+            "steps=2",
+            "--set",
+            f"run.output={inputs.folder / name}",
+        ).json
+        for name, one in (("homes", plan), ("ep", "ep"))
+    ]
+    assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-6)
+    assert found[0]["wan_bytes_per_step"] == pytest.approx(found[0]["planned_wan_bytes_per_step"], rel=0.2)
 
 
 @pytest.mark.turns(2)

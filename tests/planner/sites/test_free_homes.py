@@ -1,0 +1,126 @@
+"""Experts that live where links are fast: shorter plans, whose figures and bounds hold for the homes that they have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from site_cases import random_access_cluster, random_problem
+
+import planner
+from hybridep.config import build
+from hybridep.homes import home_table
+from hybridep.placement import home_blocks, homes_of
+from hybridep.plan import Plan
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.constraints import Constraints, Kind, Rule
+from planner.evaluate import evaluate
+from planner.goal import Goal
+from planner.sites.bound import prove
+from planner.sites.evaluate import evaluate_sites, home_of
+from planner.sites.free_homes import with_faster_homes
+from planner.sites.oracle import best_table
+from planner.sites.plans import chosen_table
+from planner.sites.problem import site_problem
+from planner.sites.relaxation import Relaxation
+from simulator.step import simulate_step
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def large_experts() -> Workload:
+    """Four of them, of 101 MB: copies pay, and their bytes rule the step."""
+    model = {"num_layers": 2, "hidden_size": 1024, "num_heads": 8, "vocab_size": 64, "num_experts": 4, "top_k": 2}
+    training = {"sequence_length": 1024, "micro_batch_size": 4, "micro_batches": 16}
+    return build(Workload, {"name": "large", "model": model | {"expert_ffn_size": 8192}, "training": training}, "test")
+
+
+def planned(cluster: Cluster, workload: Workload, *, free_homes: bool, **wishes: object) -> Plan:
+    return planner.plan(cluster, workload, time_limit_s=20.0, free_homes=free_homes, **wishes)  # type: ignore[arg-type]
+
+
+def homes_by_site(plan: Plan) -> list[int]:
+    cluster = plan.cluster
+    home = home_table(cluster, plan.workload.model.num_experts, plan.layers[0].homes)
+    return np.bincount(home // cluster.ranks_per_site, minlength=cluster.sizes[0]).tolist()
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.turns(4)) for seed in range(1, 8))])
+def test_plans_are_no_longer_and_their_figures_hold(seed: int) -> None:
+    """Eight sites and fewer experts, so in even blocks those have one that come first."""
+    cluster, workload = random_access_cluster(seed, 8), large_experts()
+    even, free = (planned(cluster, workload, free_homes=flag) for flag in (False, True))
+    assert not any(group.homes for group in even.layers)
+    assert free.predicted.step <= even.predicted.step * 1.005
+    planner.check(free)
+    assert free.solver is not None and free.solver.bound <= free.predicted.step
+    assert simulate_step(free).step_s == pytest.approx(free.predicted.expected_s, rel=0.1)
+    numbers, rates = homes_by_site(free), np.min(cluster.access_bytes_per_s, axis=0)
+    if free.layers[0].homes:
+        assert sum(numbers) == 4 and min(rates[site] for site, number in enumerate(numbers) if number) >= np.median(rates)
+    # Without arrays over ranks, as for clusters of thousands.
+    found = evaluate_sites(free)
+    assert found is not None
+    cost, memory = evaluate(free)
+    assert found[0].step_s == pytest.approx(cost.step_s, rel=1e-9)
+    assert found[1].total_bytes == pytest.approx(memory.total_bytes, rel=1e-9)
+
+
+def test_slow_sites_are_nobodys_home() -> None:
+    """Of a site with a hundredth of the others' rate; where it has an expert all wait for it."""
+    rates = np.full((2, 8), 10.0)
+    rates[:, 0] = 0.1
+    data = random_access_cluster(0, 8).model_dump(mode="json", exclude_none=True)
+    for site, (up, down) in zip(data["sites"], rates.T, strict=True):
+        site |= {"up": f"{up} Gbps", "down": f"{down} Gbps"}
+    cluster, workload = build(Cluster, data, "slow"), large_experts()
+    even, free = (planned(cluster, workload, free_homes=flag) for flag in (False, True))
+    assert homes_by_site(even)[0] == 1
+    assert free.predicted.step <= even.predicted.step * 1.005
+    assert home_of(free) is not None and (home_of(free) == home_of(Plan.model_validate(free.model_dump()))).all()
+
+
+def test_homes_stay_where_they_are_said_to() -> None:
+    """By sites' own numbers; where rules, prices or popularity are heeded; and where nobody asks."""
+    cluster, workload = random_access_cluster(3, 8), large_experts()
+    assert not with_faster_homes(site_problem(cluster, workload)).has_default_homes
+    names, data = cluster.site_names, cluster.model_dump(mode="json", exclude_none=True)
+    data["sites"][2]["experts"] = 2.0
+    own = build(Cluster, data, "own")
+    assert with_faster_homes(site_problem(own, workload)).has_default_homes
+    rules = Constraints(rules=(Rule(name="r", kind=Kind.NO_LINK, sites=(names[0],), to=(names[1],)),))
+    popularity = tuple(tuple([0.4, 0.3, 0.2, 0.1]) for _ in range(workload.model.num_moe_layers))
+    priced = build(Cluster, cluster.model_dump(mode="json", exclude_none=True), "priced")
+    priced = priced.model_copy(update={"gpu": priced.gpu.model_copy(update={"price": 1e-3})})
+    for one, wishes in (
+        (own, {}),
+        (cluster, {"constraints": rules}),
+        (cluster, {"popularity": popularity}),
+        (priced, {"goal": Goal(budget_usd=1e9)}),
+    ):
+        assert not any(group.homes for group in planned(one, workload, free_homes=True, **wishes).layers), wishes
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.turns(4)) for seed in range(1, 12))])
+def test_bounds_hold_for_other_homes(seed: int) -> None:
+    """Any numbers of experts at each site, against all tables."""
+    problem = random_problem(seed, 3, 3, inside=0)
+    rng = np.random.default_rng(seed)
+    numbers = np.bincount(rng.integers(3, size=3), minlength=3)
+    moved = replace(problem, home=homes_of(numbers, problem.cluster.sizes))
+    found = best_table(moved)
+    assert found is not None and moved.homes.tolist() == numbers.tolist()
+    assert prove(Relaxation(problem=moved), found[2] * 1.2, max_boxes=40).bound_s <= found[2] * (1 + 1e-9)
+
+
+def test_what_to_buy_is_known_for_such_plans() -> None:
+    cluster, workload = random_access_cluster(3, 8), large_experts()
+    free = planned(cluster, workload, free_homes=True)
+    assert free.layers[0].homes and chosen_table(free) is not None
+    found = planner.upgrades(free)
+    assert found and all(one.present_s <= free.predicted.step * (1 + 1e-9) for one in found)
+    assert max(one.gain_s for one in found) > 0.01 * free.predicted.step
+    # Homes that are not the cluster's are others for the same plan at those.
+    assert (home_of(free) != home_blocks(cluster, 4)).any()
