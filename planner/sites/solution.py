@@ -90,6 +90,8 @@ class Wishes:
     """1 plans for the worst."""
     seeds: tuple[IntArray, ...] = ()
     """Tables to begin with."""
+    proven: bool = True
+    """Whether a bound is wanted."""
     ways: tuple[Recompute, ...] = ()
     """What all layers may compute again instead, where memory is short and sites are few enough for walks."""
     report: Callable[[str, float], None] | None = None
@@ -149,7 +151,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     assert search.best.cost is not None
     best_s, scenarios = search.best.cost.step_s if in_dollars else search.best.rank[1], search.scenarios
     proofs: list[Proof] = []
-    worth_proving = search.best.rank[0] == 0 or problem.recompute is ALL
+    worth_proving = wishes.proven and (search.best.rank[0] == 0 or problem.recompute is ALL)
     for number, one in enumerate(scenarios if worth_proving else ()):
         share = SEARCHED + (PROVEN - SEARCHED) * (number + 1) / len(scenarios)
         deadline_s = -inf if interrupted else started + share * limit_s
