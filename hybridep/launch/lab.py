@@ -155,19 +155,11 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | Non
     while it runs (if called from the main thread). Raises :class:`LabUnavailableError` with the reason, before the
     command has started, where the machine does not allow a lab.
     """
-    reader, writer = os.pipe()
-    try:
-        outer = subprocess.Popen(_command(argv, spec, writer), env=child_environment(more), pass_fds=(writer,))
-    except BaseException:
-        os.close(reader)
-        raise
-    finally:
-        os.close(writer)
-
     early, built = list[int](), False
+    outer: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        if not built:
+        if outer is None or not built:
             # The kernel drops what the lab's first process has no handler for yet.
             early.append(number)
             return
@@ -182,9 +174,14 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | Non
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             previous[number] = signal.signal(number, forward)
+    reader, writer = os.pipe()
+    said = b""
     try:
-        said = b""
         with open(reader, "rb", buffering=0) as report:
+            try:
+                outer = subprocess.Popen(_command(argv, spec, writer), env=child_environment(more), pass_fds=(writer,))
+            finally:
+                os.close(writer)
             # It is open until the lab ends.
             while chunk := report.read(1 << 12):
                 said += chunk
@@ -194,8 +191,9 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | Non
                     outer.kill()
         code = outer.wait()
     finally:
-        outer.kill()
-        outer.wait()
+        if outer is not None:
+            outer.kill()
+            outer.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
     if early:

@@ -264,7 +264,8 @@ def test_plans_made_now_are_what_plan_makes(scenario: Callable[..., object], inp
     inputs.cluster.write_text(inputs.cluster.read_text() + rates)
     calls = list[float]()
 
-    def planned(cluster: Cluster, workload: Workload, time_limit_s: float) -> Plan:
+    def planned(cluster: Cluster, workload: Workload, time_limit_s: float, *, free_homes: bool) -> Plan:
+        assert free_homes
         calls.append(time_limit_s)
         return baseline_plan(cluster, workload, Baseline.EP)
 
