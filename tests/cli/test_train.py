@@ -148,7 +148,7 @@ def test_whatever_ends_the_launcher_ends_the_ranks(inputs: Inputs, number: signa
         deadline = time.monotonic() + 30
         while len(left_running(inputs)) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert len(left_running(inputs)) == 3
+        assert len(left_running(inputs)) >= 3  # one more while it is forked
         process.send_signal(number)
         rest = process.stderr.read()
         assert process.wait(timeout=20) == code
