@@ -169,7 +169,7 @@ class SolverReport(Strict):
     solver: str
     objective: Duration
     bound: Duration
-    """Proven: no plan in the searched space is faster."""
+    """Proven: no plan in the searched space is faster, with experts' homes where this one has them."""
     minimised: Objective = Objective.TIME
     budget: Price | None = None
     """Plans were to cost at most this per step; the bound holds for dearer ones, too, where sites differ."""

@@ -77,7 +77,8 @@ class StagesRequest:
         from hybridep.commands.sites_choice import Asked
 
         wishes = replace(self.wishes, stages=_read_stages(self.text))
-        return Asked(cluster=self.cluster, workload=self.workload, wishes=wishes)
+        # All of a pool have the same homes.
+        return Asked(cluster=self.cluster, workload=self.workload, wishes=wishes, free_homes=self.pool is None)
 
 
 def write_in_stages(request: StagesRequest) -> None:

@@ -170,11 +170,11 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | Non
         for target in process.children() or [process]:
             target.send_signal(number)
 
+    reader, writer = os.pipe()
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             previous[number] = signal.signal(number, forward)
-    reader, writer = os.pipe()
     said = b""
     try:
         with open(reader, "rb", buffering=0) as report:

@@ -39,7 +39,7 @@ def build(spec: LabSpec) -> Lab:
     return lab
 
 
-def run_as_init(argv: list[str], environment: dict[str, str], ready: Callable[[], None] = lambda: None) -> int:
+def run_as_init(argv: list[str], environment: dict[str, str], ready: Callable[[], None]) -> int:
     """Run ``argv``, forward signals to it, reap every orphan, and return its exit code (128 + n for signal n). ``ready`` is
     called once no signal is lost any more."""
     command: subprocess.Popen[bytes] | None = None

@@ -125,8 +125,11 @@ def among(
     return one, work, replace(wishes, goal=goal, constraints=rules.inside(one))
 
 
-def without_stages(cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float) -> Plan:
-    """The best plan found that has all layers at all sites, as wished for. Raises what the planner raises."""
+def without_stages(
+    cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float, *, free_homes: bool = False
+) -> Plan:
+    """The best plan found that has all layers at all sites, as wished for. ``free_homes``: see ``planner.plan``. Raises what the
+    planner raises."""
     return plan(
         cluster,
         workload,
@@ -138,7 +141,7 @@ def without_stages(cluster: Cluster, workload: Workload, wishes: StageWishes, ti
         codecs=codecs_inside(wishes.codecs),
         max_loss=wishes.max_loss,
         goal=wishes.goal,
-        free_homes=True,
+        free_homes=free_homes,
     )
 
 

@@ -9,10 +9,11 @@ import pytest
 from site_cases import random_access_cluster, random_problem
 
 import planner
+from hybridep.commands.sites_choice import Asked, in_one
 from hybridep.config import build
 from hybridep.homes import home_table
 from hybridep.placement import home_blocks, homes_of
-from hybridep.plan import Plan
+from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.constraints import Constraints, Kind, Rule
@@ -83,8 +84,12 @@ def test_slow_sites_are_nobodys_home() -> None:
 
 
 def test_homes_stay_where_they_are_said_to() -> None:
-    """By sites' own numbers; where rules, prices or popularity are heeded; and where nobody asks."""
+    """By sites' own numbers; where rules, prices or popularity are heeded; and where a pool of plans has the same."""
     cluster, workload = random_access_cluster(3, 8), large_experts()
+    for free in (True, False):
+        asked = Asked(cluster=cluster, workload=workload, wishes=planner.StageWishes(), free_homes=free)
+        for one in (asked, replace(asked, wishes=planner.StageWishes(schedule=Schedule()))):
+            assert bool(in_one(one, 10.0).layers[0].homes) is free
     assert not with_faster_homes(site_problem(cluster, workload)).has_default_homes
     names, data = cluster.site_names, cluster.model_dump(mode="json", exclude_none=True)
     data["sites"][2]["experts"] = 2.0
