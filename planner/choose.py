@@ -58,8 +58,8 @@ def plan(
     plans whose copies set out before their blocks (``Schedule.prefetch``). Tokens travel in up to ``most_chunks`` parts, as many
     as bring something: 1, 2, 4 and so on, or the most (``planner.chunks``, also for what the bound then holds for). ``codecs`` by
     level name, or those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a
-    ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. ``free_homes``: among up
-    to ``MANY_SITES`` sites that differ more experts may live where links are faster, without rules, prices and popularity. On
+    ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. ``free_homes``: among
+    sites that differ more experts may live where links are faster, without rules, prices and popularity. On
     KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
@@ -187,7 +187,7 @@ def plans(
             codecs=codecs,
             most_chunks=most_chunks,
             fit_domains=either and goal.budget_usd is None,
-            free_homes=free_homes and cluster.sizes[0] <= MANY_SITES,
+            free_homes=free_homes,
         )
         if ahead:
             found = tables_ahead(found, count)

@@ -10,19 +10,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from hybridep.arrays import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.placement import homes_of
 from hybridep.shares import apportion
 from planner.sites.others import other_plan
 from planner.sites.problem import SiteProblem
 from planner.sites.solution import Wishes, solve_sites
 
+MANY = 64
+"""Among more sites the best plans are like none of the simple ones, so only searches tell homes apart."""
 _COMPARED = ("ep", "full_gather", "rank_order_domains", "dt_fm")
 """Planners by whose best plan homes are compared, before anything is searched for."""
 _CLEARLY = 0.005
 """Share of the step that other homes must save."""
 _LOOK = 0.1
 """Share of the time for a search with either."""
+_EVEN = 1e-3
+"""What counts beside the busiest link when homes are chosen for gathers: the root of all links' mean squares, by so much."""
 
 
 def with_better_homes(problem: SiteProblem, wishes: Wishes) -> tuple[SiteProblem, Wishes]:
@@ -38,16 +42,57 @@ def with_better_homes(problem: SiteProblem, wishes: Wishes) -> tuple[SiteProblem
 
 
 def with_faster_homes(problem: SiteProblem) -> SiteProblem:
-    """The problem with as many experts at home at each site as its links are fast, if simple plans are clearly shorter so (or fit
-    where none does); as it is where sites have ``experts`` of their own, and for one site."""
-    if np.ptp(problem.cluster.home_weights) > 0 or problem.num_sites < 2:
+    """The problem with homes by how fast sites' links are: in proportion to what they carry in all, or so that all sites have all
+    experts soonest. Up to ``MANY`` sites only if simple plans are clearly shorter so (or fit where none does). As it is where
+    sites have ``experts`` of their own, or are equal, and for one site."""
+    if np.ptp(problem.cluster.home_weights) > 0 or problem.num_sites < 2 or problem.equal_sites:
         return problem
-    numbers = apportion(problem.num_experts, _rates(problem))
-    other = replace(problem, home=homes_of(numbers, problem.cluster.sizes))
-    if (other.home == problem.home).all():
-        return problem
-    best, faster = (min(other_plan(one, name).rank for name in _COMPARED) for one in (problem, other))
-    return other if faster < (best[0], best[1] * (1 - _CLEARLY)) else problem
+    few = problem.num_sites <= MANY
+    numbers = [apportion(problem.num_experts, _rates(problem))]
+    if few:
+        numbers.append(gathered_soonest(problem))
+    others = [replace(problem, home=homes_of(one, problem.cluster.sizes)) for one in numbers]
+    others = [one for one in others if (one.home != problem.home).any()]
+    if not others or not few:
+        return others[0] if others else problem
+    missing, least_s = _simple_rank(problem)
+    rank, best = min(((_simple_rank(one), one) for one in others), key=lambda ranked: ranked[0])
+    return best if rank < (missing, least_s * (1 - _CLEARLY)) else problem
+
+
+def _simple_rank(problem: SiteProblem) -> tuple[int, float]:
+    """Of the best simple plan."""
+    return min(other_plan(problem, name).rank for name in _COMPARED)
+
+
+def gathered_soonest(problem: SiteProblem) -> IntArray:
+    """[D]: experts at each site, so that each site's having all of them, and their gradients' return, takes least: from numbers in
+    proportion to links by moving single experts, as long as that helps."""
+    size, experts, pairs = problem.num_sites, problem.num_experts, problem.path_bytes_per_s
+    slowest = [np.zeros(size)] * 2 if pairs is None else [(1 / pairs).max(axis=axis) for axis in (1, 0)]
+    up_s, down_s = 1 / problem.up_bytes_per_s, 1 / problem.down_bytes_per_s
+    out_s, back_s = (np.maximum((size - 1) * one, pair) for one, pair in zip((up_s, down_s), slowest, strict=True))
+    gather, give_back = problem.wire.expert_bytes, problem.wire.expert_gradient_bytes
+    at_home_s = np.stack([out_s * gather, back_s * give_back])
+    elsewhere_s = np.stack([down_s * gather, up_s * give_back])
+    farthest_s = np.stack([problem.latency_s.max(axis=axis) for axis in (1, 0)])
+
+    def seconds(numbers: IntArray) -> FloatArray:
+        """[...] of [..., D] experts at each site."""
+        own = numbers[..., None, :]
+        busy = np.concatenate([own * at_home_s, (experts - own) * elsewhere_s], axis=-1)
+        longest = busy.max(axis=-1) + (farthest_s * (own > 0)).max(axis=-1)
+        return np.asarray((longest + _EVEN * np.sqrt((busy**2).mean(axis=-1))).sum(axis=-1))
+
+    numbers, one = apportion(experts, 1 / at_home_s.sum(axis=0)), np.eye(size, dtype=np.int64)
+    least_s = float(seconds(numbers))
+    while True:
+        moved = (numbers - one[np.flatnonzero(numbers)][:, None] + one).reshape(-1, size)
+        moved_s = seconds(moved)
+        best = int(moved_s.argmin())
+        if moved_s[best] >= least_s * (1 - 1e-9):
+            return numbers
+        numbers, least_s = moved[best], float(moved_s[best])
 
 
 def _rates(problem: SiteProblem) -> FloatArray:
