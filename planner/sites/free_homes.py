@@ -42,15 +42,17 @@ def with_better_homes(problem: SiteProblem, wishes: Wishes) -> tuple[SiteProblem
 
 
 def with_faster_homes(problem: SiteProblem) -> SiteProblem:
-    """The problem with homes by how fast sites' links are: in proportion to what they carry in all, or so that all sites have all
-    experts soonest. Up to ``MANY`` sites only if simple plans are clearly shorter so (or fit where none does). As it is where
-    sites have ``experts`` of their own, or are equal, and for one site."""
+    """The problem with homes by how fast links are: so that the busiest home has least to carry for each of its experts; up to
+    ``MANY`` sites also in proportion, or so that all sites have all experts soonest, whichever makes simple plans shortest, and
+    only if these are clearly shorter so (or fit where none does). As it is where sites have ``experts`` of their own, or are
+    equal, and for one site."""
     if np.ptp(problem.cluster.home_weights) > 0 or problem.num_sites < 2 or problem.equal_sites:
         return problem
     few = problem.num_sites <= MANY
-    numbers = [apportion(problem.num_experts, _rates(problem))]
+    rates = _rates(problem)
+    numbers = [by_rate(problem.num_experts, rates)]
     if few:
-        numbers.append(gathered_soonest(problem))
+        numbers += [apportion(problem.num_experts, rates), gathered_soonest(problem)]
     others = [replace(problem, home=homes_of(one, problem.cluster.sizes)) for one in numbers]
     others = [one for one in others if (one.home != problem.home).any()]
     if not others or not few:
@@ -65,9 +67,17 @@ def _simple_rank(problem: SiteProblem) -> tuple[int, float]:
     return min(other_plan(problem, name).rank for name in _COMPARED)
 
 
+def by_rate(experts: int, rates: FloatArray) -> IntArray:
+    """[D]: so many experts at sites with these ``rates``, so that the least rate for each expert is as large as it can be."""
+    numbers = np.zeros(len(rates), dtype=np.int64)
+    for _ in range(experts):
+        numbers[(rates / (numbers + 1)).argmax()] += 1
+    return numbers
+
+
 def gathered_soonest(problem: SiteProblem) -> IntArray:
-    """[D]: experts at each site, so that each site's having all of them, and their gradients' return, takes least: from numbers in
-    proportion to links by moving single experts, as long as that helps."""
+    """[D]: experts at each site, so that to gather all everywhere, and to return gradients, takes least: from numbers
+    by rates on by moving single ones, as long as that helps."""
     size, experts, pairs = problem.num_sites, problem.num_experts, problem.path_bytes_per_s
     slowest = [np.zeros(size)] * 2 if pairs is None else [(1 / pairs).max(axis=axis) for axis in (1, 0)]
     up_s, down_s = 1 / problem.up_bytes_per_s, 1 / problem.down_bytes_per_s
@@ -84,14 +94,19 @@ def gathered_soonest(problem: SiteProblem) -> IntArray:
         longest = busy.max(axis=-1) + (farthest_s * (own > 0)).max(axis=-1)
         return np.asarray((longest + _EVEN * np.sqrt((busy**2).mean(axis=-1))).sum(axis=-1))
 
-    numbers, one = apportion(experts, 1 / at_home_s.sum(axis=0)), np.eye(size, dtype=np.int64)
-    least_s = float(seconds(numbers))
+    # By rates, at all sites or at the fastest only; or where latency rules at one.
+    rates, one = 1 / at_home_s.sum(axis=0), np.eye(size, dtype=np.int64)
+    fastest = np.sort(rates)[::-1][1 : min(size, experts)]
+    starts = np.array([by_rate(experts, np.where(rates >= least, rates, 0.0)) for least in (0.0, *fastest)])
+    starts = np.concatenate([starts, experts * one])
+    starts_s = seconds(starts)
+    numbers, least_s = starts[starts_s.argmin()], float(starts_s.min())
     while True:
         moved = (numbers - one[np.flatnonzero(numbers)][:, None] + one).reshape(-1, size)
         moved_s = seconds(moved)
         best = int(moved_s.argmin())
         if moved_s[best] >= least_s * (1 - 1e-9):
-            return numbers
+            return np.asarray(numbers)
         numbers, least_s = moved[best], float(moved_s[best])
 
 

@@ -8,6 +8,7 @@ little to work with; they are kept because users ask for them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from heapq import heapreplace
 
 import numpy as np
@@ -16,7 +17,7 @@ from hybridep.arrays import IntArray
 from hybridep.errors import UserError
 from hybridep.placement import divisors
 from planner.paper import best_share, domain_of_share
-from planner.sites.grouping import Share, assign, distance, groups_of, shares
+from planner.sites.grouping import Groups, Share, assign, distance, groups_of, shares
 from planner.sites.problem import SiteProblem
 from planner.sites.search import Found, Search
 
@@ -81,8 +82,19 @@ def eplb(problem: SiteProblem) -> list[IntArray]:
 def dt_fm(problem: SiteProblem) -> list[IntArray]:
     """DT-FM: sites divided into groups by a search over swaps that only looks at the network (Yuan et al., 2022), for
     every number of groups that divides the sites; experts spread evenly inside a group."""
-    apart, size = distance(problem), problem.num_sites
     tables = []
+    for groups in _near_groups(distance(problem).tobytes(), problem.num_sites):
+        table = np.empty((problem.num_sites, problem.num_experts), dtype=np.int64)
+        for members in groups:
+            table[list(members)] = assign(problem, members, shares(problem, members, Share()))
+        tables.append(table)
+    return tables
+
+
+@lru_cache(maxsize=4)
+def _near_groups(distances: bytes, size: int) -> list[Groups]:
+    """Of ``dt_fm``, which homes do not change: of sites so far from each other ([D, D] numbers)."""
+    apart, found = np.frombuffer(distances).reshape(size, size), []
     for count in divisors(size):
         rng = np.random.default_rng(count)
         label = np.arange(size) * count // size
@@ -93,11 +105,8 @@ def dt_fm(problem: SiteProblem) -> list[IntArray]:
             trial[a], trial[b] = label[b], label[a]
             if (value := _communication(apart, trial)) < best:
                 label, best = trial, value
-        table = np.empty((size, problem.num_experts), dtype=np.int64)
-        for members in groups_of(label):
-            table[list(members)] = assign(problem, members, shares(problem, members, Share()))
-        tables.append(table)
-    return tables
+        found.append(groups_of(label))
+    return found
 
 
 OTHERS: dict[str, Planner] = {
