@@ -27,6 +27,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s, plans
 from planner.clock import now_s
+from planner.sites.evaluate import home_of
 from planner.sites.grouping import Groups, Share, groups_of, shared_table
 from planner.sites.others import OTHERS, other_plan, rank_order_domains
 from planner.sites.plans import table_plan
@@ -39,7 +40,7 @@ HERE = Path(__file__).resolve().parent
 MODELS = HERE.parent.parent / "configs" / "models"
 COLUMNS = (
     *("profile", "sites", "model", "planner", "step_s", "gain", "fits", "simulated_s", "simulated_gain"),
-    *("expected_s", "off", "bound_s", "gap", "plan_cpu_s"),
+    *("expected_s", "off", "bound_s", "gap", "plan_cpu_s", "others_same_homes"),
 )
 SWAPS = 600
 """Tables that the search for domains may try after its starts."""
@@ -134,7 +135,8 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
     step is no longer than any other planner's (searched domains aside).
 
     ``gain`` is a step over the first's, ``simulated_gain`` a simulated step over the second's, ``off`` the simulated step over
-    the expected one - 1.
+    the expected one - 1; ``others_same_homes`` the shortest step of all other planners (searched domains, too) if experts lived
+    where the first's do, over the first's.
     """
     problem = site_problem(cluster, workload)
     started, until_s = time.process_time(), now_s() + config["time_limit_s"]
@@ -171,6 +173,9 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
         rows.append(row(planner, prediction.step, True, simulated_s[place], prediction.expected_s))
     report = ours.solver
     rows[0] |= {"bound_s": f"{report.bound:.6g}", "gap": f"{report.gap:.4f}", "plan_cpu_s": f"{plan_s:.1f}"}
+    alike = site_problem(cluster, workload, home=home_of(ours))
+    alike_s = min(searched_domains(alike).rank, *(other_plan(alike, other).rank for other in OTHERS))[1]
+    rows[0] |= {"others_same_homes": f"{alike_s / cost_s:.4f}"}
     known: dict[bytes, tuple[float, float]] = {}
     for other, one in found.items():
         assert one.configuration is not None
