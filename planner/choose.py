@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.codecs import Codecs
 from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
@@ -50,6 +51,7 @@ def plan(
     max_loss: float | None = None,
     goal: Goal = FASTEST,
     free_homes: bool = False,
+    home: IntArray | None = None,
     report: Report | None = None,
 ) -> Plan:
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. At levels
@@ -59,8 +61,8 @@ def plan(
     as bring something: 1, 2, 4 and so on, or the most (``planner.chunks``, also for what the bound then holds for). ``codecs`` by
     level name, or those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a
     ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. ``free_homes``: among
-    sites that differ more experts may live where links are faster, without rules, prices and popularity. On
-    KeyboardInterrupt, once there is a plan, the best so far.
+    sites that differ more experts may live where links are faster, without rules, prices and popularity. ``home``: where they do
+    live, there and without those ([E] ranks, in their order). On KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
     (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).
@@ -81,6 +83,7 @@ def plan(
         max_loss=max_loss,
         goal=goal,
         free_homes=free_homes,
+        home=home,
         report=report,
     )[0]
 
@@ -101,6 +104,7 @@ def plans(
     max_loss: float | None = None,
     goal: Goal = FASTEST,
     free_homes: bool = False,
+    home: IntArray | None = None,
     report: Report | None = None,
 ) -> list[Plan]:
     """At most ``count`` different plans, the fastest first, which is ``plan``'s; the others have no solver's report. Between
@@ -125,6 +129,7 @@ def plans(
                 codecs=chosen,
                 goal=goal,
                 free_homes=free_homes,
+                home=home,
                 report=report,
             )
 
@@ -142,6 +147,8 @@ def plans(
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)
     by_table = by_site(cluster, workload) or dear or constraints is not None
+    if home is not None and (popularity or constraints is not None or not by_table):
+        raise UserError("homes of experts are given between sites that differ, without popularity and rules; leave them out")
     # Alike sites: equal domains or a table, whichever is better. Copies ahead, and placements by layer, know equal domains there.
     either = not by_table and cluster.sizes[0] >= FEW_SITES and not ahead and not popularity
     if most_chunks > 1:
@@ -188,6 +195,7 @@ def plans(
             most_chunks=most_chunks,
             fit_domains=either and goal.budget_usd is None,
             free_homes=free_homes,
+            home=home,
         )
         if ahead:
             found = tables_ahead(found, count)

@@ -83,8 +83,7 @@ class PlanRequest:
             "codecs": self.codecs,
             "max_loss": self.max_loss,
             "goal": self.goal,
-            # All of a pool have the same.
-            "free_homes": self.pool is None,
+            "free_homes": True,
             "report": report,
         }
 
@@ -146,13 +145,19 @@ def _for_scenarios(request: PlanRequest) -> MadePlans:
 def _pooled(request: PlanRequest) -> MadePlans:
     import planner
     from hybridep.commands import pools
+    from planner.pool import PLANNED_AT, require_range
 
     assert request.pool is not None
+    require_range(request.cluster, request.pool)
+    first_s = request.time_limit_s / (1 + PLANNED_AT)
+    first = planner.plan(request.cluster, request.workload, **request.searched(first_s))
+    homes = pools.homes_of(first)
 
     def plan_on(cluster: Cluster, limit_s: float) -> Plan:
-        return planner.plan(cluster, request.workload, **request.searched(limit_s))
+        return planner.plan(cluster, request.workload, **request.searched(limit_s) | homes)
 
-    pooled = planner.plan_pool(plan_on, request.cluster, widest=request.pool, time_limit_s=request.time_limit_s)
+    left_s = request.time_limit_s - first_s
+    pooled = planner.plan_pool(plan_on, request.cluster, widest=request.pool, time_limit_s=left_s, known=[first])
     return MadePlans(plans=pools.plans_of(pooled), pooled=pooled)
 
 

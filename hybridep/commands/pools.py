@@ -34,6 +34,13 @@ def now(pool: Sequence[PooledPlan[_AnyPlan]]) -> _AnyPlan:
     return next(one.plan for one in pool if one.pays_from <= 1 <= one.pays_to)
 
 
+def homes_of(plan: Plan) -> dict[str, Any]:
+    """Arguments of ``planner.plan`` for plans with the same homes."""
+    from planner.sites.evaluate import home_of
+
+    return {"free_homes": False, "home": home_of(plan) if plan.layers[0].homes else None}
+
+
 def of_stages(made: Staged, widest: float, time_limit_s: float, tell: Tell) -> tuple[Staged, list[PooledPlan[AnyPlan]]]:
     """(What was made, with that plan of the pool which pays at the given rates, the pool): all are pipelines with the same sites
     and layers in each stage, or plans without stages. Of a plan for one site, which has no links between sites, that one."""
@@ -50,9 +57,10 @@ def of_stages(made: Staged, widest: float, time_limit_s: float, tell: Tell) -> t
             planner.PooledPlan(plan=best, pays_from=1 / widest, pays_to=widest, step_s=said.step, memory_bytes=said.memory_bytes)
         )
     else:
+        homes = homes_of(best)
 
         def make(cluster: Cluster, limit_s: float) -> Plan:
-            return without_stages(cluster, asked.workload, asked.wishes, limit_s)
+            return without_stages(cluster, asked.workload, asked.wishes, limit_s, **homes)
 
         pool += planner.plan_pool(make, asked.cluster, widest=widest, time_limit_s=time_limit_s, known=[best])
     plan = now(pool)

@@ -50,8 +50,6 @@ class Asked:
     cluster: Cluster
     workload: Workload
     wishes: StageWishes
-    free_homes: bool = True
-    """Without stages experts may live where links are fast."""
     cache: StageCache = field(default_factory=_new_cache, compare=False)
     """Of searches for pipelines."""
 
@@ -67,7 +65,7 @@ class Asked:
         if sites == self.sites:
             return self
         cluster, workload, wishes = among(self.cluster, self.workload, self.wishes, sites)
-        return Asked(cluster=cluster, workload=workload, wishes=wishes, free_homes=self.free_homes)
+        return Asked(cluster=cluster, workload=workload, wishes=wishes)
 
     def worth(self, plan: AnyPlan) -> Worth:
         """What a plan is worth, as expected."""
@@ -361,8 +359,8 @@ def in_one(asked: Asked, time_limit_s: float) -> Plan:
 
     wishes = asked.wishes
     if wishes == planner.StageWishes(stages=wishes.stages):
-        return planned(asked.cluster, asked.workload, time_limit_s=time_limit_s, free_homes=asked.free_homes)
-    return without_stages(asked.cluster, asked.workload, wishes, time_limit_s, free_homes=asked.free_homes)
+        return planned(asked.cluster, asked.workload, time_limit_s=time_limit_s)
+    return without_stages(asked.cluster, asked.workload, wishes, time_limit_s, free_homes=True)
 
 
 def _simulated(choice: StageChoice, within_s: float) -> StageChoice:

@@ -77,8 +77,7 @@ class StagesRequest:
         from hybridep.commands.sites_choice import Asked
 
         wishes = replace(self.wishes, stages=_read_stages(self.text))
-        # All of a pool have the same homes.
-        return Asked(cluster=self.cluster, workload=self.workload, wishes=wishes, free_homes=self.pool is None)
+        return Asked(cluster=self.cluster, workload=self.workload, wishes=wishes)
 
 
 def write_in_stages(request: StagesRequest) -> None:

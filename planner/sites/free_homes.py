@@ -23,43 +23,44 @@ _COMPARED = ("ep", "full_gather", "rank_order_domains", "dt_fm")
 """Planners by whose best plan homes are compared, before anything is searched for."""
 _CLEARLY = 0.005
 """Share of the step that other homes must save."""
-_LOOK = 0.1
-"""Share of the time for a search with either."""
+_LOOKS = 0.2
+"""Share of the time for searches with each."""
 _EVEN = 1e-3
 """What counts beside the busiest link when homes are chosen for gathers: the root of all links' mean squares, by so much."""
 
 
 def with_better_homes(problem: SiteProblem, wishes: Wishes) -> tuple[SiteProblem, Wishes]:
-    """The problem with the homes that it has, or as many at each site as its links are fast, whichever a short search of both
-    prefers, from whose table the next one begins."""
-    other = with_faster_homes(problem)
-    if other is problem:
+    """The problem with the homes that it has, or with others by how fast links are, whichever short searches prefer, from whose
+    table the next one begins."""
+    others = with_faster_homes(problem)
+    if not others:
         return problem, wishes
-    look_s = _LOOK * wishes.time_limit_s
+    look_s = _LOOKS * wishes.time_limit_s / (1 + len(others))
     look = replace(wishes, time_limit_s=look_s, paced_by_s=look_s, keep=1, report=None, proven=False)
-    best = min((solve_sites(one, look) for one in (problem, other)), key=lambda found: found.found.rank)
+    best = min((solve_sites(one, look) for one in (problem, *others)), key=lambda found: found.found.rank)
     return best.problem, replace(wishes, seeds=(*wishes.seeds, best.found.table))
 
 
-def with_faster_homes(problem: SiteProblem) -> SiteProblem:
+def with_faster_homes(problem: SiteProblem) -> list[SiteProblem]:
     """The problem with homes by how fast links are: so that the busiest home has least to carry for each of its experts; up to
-    ``MANY`` sites also in proportion, or so that all sites have all experts soonest, whichever makes simple plans shortest, and
-    only if these are clearly shorter so (or fit where none does). As it is where sites have ``experts`` of their own, or are
-    equal, and for one site."""
+    ``MANY`` sites or in proportion, if simple plans are shorter so, and with those for which all sites have all experts soonest,
+    either only if such plans are clearly shorter than as it is (or fit where none does). None where sites have ``experts`` of
+    their own, or are equal, and for one site."""
     if np.ptp(problem.cluster.home_weights) > 0 or problem.num_sites < 2 or problem.equal_sites:
-        return problem
-    few = problem.num_sites <= MANY
+        return []
+
+    def at(numbers: IntArray) -> SiteProblem:
+        return replace(problem, home=homes_of(numbers, problem.cluster.sizes))
+
     rates = _rates(problem)
-    numbers = [by_rate(problem.num_experts, rates)]
-    if few:
-        numbers += [apportion(problem.num_experts, rates), gathered_soonest(problem)]
-    others = [replace(problem, home=homes_of(one, problem.cluster.sizes)) for one in numbers]
-    others = [one for one in others if (one.home != problem.home).any()]
-    if not others or not few:
-        return others[0] if others else problem
+    by_rates = [at(by_rate(problem.num_experts, rates))]
+    if problem.num_sites > MANY:
+        return [one for one in by_rates if (one.home != problem.home).any()]
+    by_rates.append(at(apportion(problem.num_experts, rates)))
+    others = min(by_rates, key=_simple_rank), at(gathered_soonest(problem))
     missing, least_s = _simple_rank(problem)
-    rank, best = min(((_simple_rank(one), one) for one in others), key=lambda ranked: ranked[0])
-    return best if rank < (missing, least_s * (1 - _CLEARLY)) else problem
+    clearly = {one.home.tobytes(): one for one in others if _simple_rank(one) < (missing, least_s * (1 - _CLEARLY))}
+    return list(clearly.values())
 
 
 def _simple_rank(problem: SiteProblem) -> tuple[int, float]:

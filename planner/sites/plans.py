@@ -49,6 +49,7 @@ def plan_sites(
     most_chunks: int = 1,
     fit_domains: bool = False,
     free_homes: bool = False,
+    home: IntArray | None = None,
 ) -> list[Plan]:
     """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
     layers, or equal domains where those win.
@@ -59,15 +60,15 @@ def plan_sites(
     tokens travel in any number of parts up to ``most_chunks`` (tables are searched for tokens in one piece).
     ``fit_domains``: where no equal domains fit no table is looked for, since sites are alike. ``free_homes``: more experts may
     live where links are faster (``planner.sites.free_homes``); the bound is then one for plans with the homes chosen, and for
-    equal domains. Raises InfeasibleError and UserError.
+    equal domains. ``home``: where they do live, which leaves equal domains out. Raises InfeasibleError and UserError.
     """
     wishes = wishes or Wishes()
     started, asked_s = now_s(), elapsed_s()
-    problem = site_problem(cluster, workload, schedule, constraints, goal=goal, codecs=codecs, most_chunks=most_chunks)
-    if free_homes and problem.permissions is None and not goal.needs_prices:
+    problem = site_problem(cluster, workload, schedule, constraints, goal=goal, codecs=codecs, most_chunks=most_chunks, home=home)
+    if free_homes and home is None and problem.permissions is None and not goal.needs_prices:
         problem, wishes = with_better_homes(problem, wishes)
     domains = None
-    if problem.permissions is None and cluster.num_gpus <= MOST_RANKS:
+    if problem.permissions is None and home is None and cluster.num_gpus <= MOST_RANKS:
         limit_s, by_level = max(wishes.time_limit_s / 4, 0.2), problem.codecs_by_level
 
         def search(schedule: Schedule) -> list[Plan]:

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.errors import HybridEPError
 from hybridep.pipeline import AnyPlan, PipelinePlan, codecs_inside
 from hybridep.plan import Objective, Plan
@@ -126,10 +127,16 @@ def among(
 
 
 def without_stages(
-    cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float, *, free_homes: bool = False
+    cluster: Cluster,
+    workload: Workload,
+    wishes: StageWishes,
+    time_limit_s: float,
+    *,
+    free_homes: bool = False,
+    home: IntArray | None = None,
 ) -> Plan:
-    """The best plan found that has all layers at all sites, as wished for. ``free_homes``: see ``planner.plan``. Raises what the
-    planner raises."""
+    """The best plan found that has all layers at all sites, as wished for. ``free_homes`` and ``home``: see ``planner.plan``.
+    Raises what the planner raises."""
     return plan(
         cluster,
         workload,
@@ -142,6 +149,7 @@ def without_stages(
         max_loss=wishes.max_loss,
         goal=wishes.goal,
         free_homes=free_homes,
+        home=home,
     )
 
 
