@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_cases import Call, Inputs
+from cli_cases import CLUSTER, Call, Inputs
 
 from hybridep.cli import VERBS
 from hybridep.codecs import ExpertCodec
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.launch.host import child_environment
 from hybridep.pipeline import load_any_plan
+from hybridep.plan import Plan
 from hybridep.routing import RoutingRecord
 from hybridep.shares import batch_sequences
 from simulator.step import simulate_step
@@ -350,6 +351,23 @@ def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
     assert result.json["digest"] == now["digest"] == load_any_plan(path).digest
     assert result.json["output"] == now["output"] == str(path)
     assert "a switch moves no weights" in call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "2").out
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("more", [(), ("--stages", "auto", "--set", "model.num_layers=1")])
+def test_experts_of_a_pool_live_where_links_are_fast(more: tuple[str, ...], inputs: Inputs, call: Call) -> None:
+    """At the same sites in all its plans."""
+    sites = "[{name: a, up: 30 Mbps, down: 50 Mbps}, {name: b, up: 20 Mbps}, {name: c}, {name: d}, {name: e}]"
+    cluster = inputs.write(
+        "five.yaml", CLUSTER.replace("size: 2", "size: 5").replace("10 GFLOPS", "1 TFLOPS") + f"sites: {sites}\n"
+    )
+    large = ("--set", "model.expert_ffn_size=512", "--set", "training.micro_batches=16", "--time-limit", "9")
+    result = call("plan", cluster, inputs.workload, "-o", inputs.folder / "p.yaml", "--pool", "4096", "--json", *large, *more)
+    assert result.code == 0, result.err
+    made = [load_any_plan(Path(one["output"])) for one in result.json["pool"]]
+    assert len(made) > 1 and all(isinstance(one, Plan) for one in made)
+    homes = [one.layers[0].homes for one in made if isinstance(one, Plan)]
+    assert homes[0] and all(one == homes[0] for one in homes)
 
 
 def test_plan_simulates_recorded_steps(inputs: Inputs, call: Call) -> None:
