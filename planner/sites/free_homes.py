@@ -42,25 +42,27 @@ def with_better_homes(problem: SiteProblem, wishes: Wishes) -> tuple[SiteProblem
 
 
 def with_faster_homes(problem: SiteProblem) -> list[SiteProblem]:
-    """The problem with homes by how fast links are: so that the busiest home has least to carry for each of its experts; up to
-    ``MANY`` sites or in proportion, if simple plans are shorter so, and with those for which all sites have all experts soonest,
-    either only if such plans are clearly shorter than as it is (or fit where none does). None where sites have ``experts`` of
-    their own, or are equal, and for one site."""
+    """The problem with homes by how fast links are: so that the busiest home has least to carry for each of its experts, or in
+    proportion, if simple plans are shorter so; and so that all sites have all experts soonest. Either only if such plans are
+    clearly shorter than as it is (or fit where none does); among more than ``MANY`` sites always the first, and the last where
+    pairs have links of their own. None where sites have ``experts`` of their own, or are equal, and for one site."""
     if np.ptp(problem.cluster.home_weights) > 0 or problem.num_sites < 2 or problem.equal_sites:
         return []
 
     def at(numbers: IntArray) -> SiteProblem:
         return replace(problem, home=homes_of(numbers, problem.cluster.sizes))
 
-    rates = _rates(problem)
-    by_rates = [at(by_rate(problem.num_experts, rates))]
-    if problem.num_sites > MANY:
-        return [one for one in by_rates if (one.home != problem.home).any()]
-    by_rates.append(at(apportion(problem.num_experts, rates)))
-    others = min(by_rates, key=_simple_rank), at(gathered_soonest(problem))
+    rates, few = _rates(problem), problem.num_sites <= MANY
+    others = [at(by_rate(problem.num_experts, rates))]
+    if few:
+        others = [min(*others, at(apportion(problem.num_experts, rates)), key=_simple_rank)]
+    if few or problem.pair_bytes_per_s is not None:
+        others.append(at(gathered_soonest(problem)))
+    others = list({one.home.tobytes(): one for one in others if (one.home != problem.home).any()}.values())
+    if not few:
+        return others
     missing, least_s = _simple_rank(problem)
-    clearly = {one.home.tobytes(): one for one in others if _simple_rank(one) < (missing, least_s * (1 - _CLEARLY))}
-    return list(clearly.values())
+    return [one for one in others if _simple_rank(one) < (missing, least_s * (1 - _CLEARLY))]
 
 
 def _simple_rank(problem: SiteProblem) -> tuple[int, float]:
@@ -103,7 +105,11 @@ def gathered_soonest(problem: SiteProblem) -> IntArray:
     starts_s = seconds(starts)
     numbers, least_s = starts[starts_s.argmin()], float(starts_s.min())
     while True:
-        moved = (numbers - one[np.flatnonzero(numbers)][:, None] + one).reshape(-1, size)
+        # From what is longest busy, or farthest, to any site; and from any to what is busy longest with what it lacks.
+        longest = np.concatenate([numbers * at_home_s, farthest_s * (numbers > 0)]).argmax(axis=1)
+        lacking = ((experts - numbers) * elsewhere_s).argmax(axis=1)
+        moved = np.concatenate([numbers - one[longest][:, None] + one, numbers - one + one[lacking][:, None]]).reshape(-1, size)
+        moved = moved[(moved >= 0).all(axis=1)]
         moved_s = seconds(moved)
         best = int(moved_s.argmin())
         if moved_s[best] >= least_s * (1 - 1e-9):
