@@ -69,8 +69,9 @@ class Explanation:
     plan: Alternative
     baselines: tuple[Alternative, ...]
     neighbours: tuple[Alternative, ...]
-    """The next smaller and larger domain of each level, full migration where it is partial, the other residency, activations
-    kept where some are computed again, tokens in parts or not, copies ahead of their blocks or not, fewer bytes without loss."""
+    """The next smaller and larger domain of each level, full migration where it is partial, the other residency, homes as the
+    cluster has them where the plan's are others, activations kept where some are computed again, tokens in parts or not, copies
+    ahead of their blocks or not, fewer bytes without loss."""
     alone: Alternative | None
     """One site by itself, with the whole global batch (``planner.alone``), named after it; None where none has room or keeps the
     rules, and where sites' shares differ."""
@@ -213,6 +214,8 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
     if (base.serving or any(size > 1 for size in base.domains.values())) and not changes:
         other = Residency.MICROBATCH if base.residency is Residency.STEP else Residency.STEP
         yield f"copies per {other.value}", base.model_copy(update={"first_layer": 0, "num_layers": layers, "residency": other})
+    if base.homes:
+        yield "experts in even blocks", base.model_copy(update={"first_layer": 0, "num_layers": layers, "homes": {}})
     if base.recompute:
         yield "activations kept", base.model_copy(update={"first_layer": 0, "num_layers": layers, "recompute": Recompute.NOTHING})
 

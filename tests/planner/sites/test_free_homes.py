@@ -190,9 +190,12 @@ def test_homes_that_are_given() -> None:
             planner.plan(one, workload, home=home, **wishes)  # type: ignore[arg-type]
 
 
-def test_what_to_buy_is_known_for_such_plans() -> None:
+def test_what_homes_bring_and_what_to_buy_is_known_for_such_plans() -> None:
     cluster, workload = random_access_cluster(3, 8), large_experts()
-    free = planned(cluster, workload, free_homes=True)
+    even, free = (planned(cluster, workload, free_homes=flag) for flag in (False, True))
+    told = {one.name: one.step_s for one in planner.explain(free).neighbours}
+    assert told["experts in even blocks"] > 1.01 * free.predicted.step
+    assert "experts in even blocks" not in {one.name for one in planner.explain(even).neighbours}
     assert free.layers[0].homes and chosen_table(free) is not None
     found = planner.upgrades(free)
     assert found and all(one.present_s <= free.predicted.step * (1 + 1e-9) for one in found)
