@@ -42,8 +42,8 @@ def large_experts() -> Workload:
     return build(Workload, {"name": "large", "model": model | {"expert_ffn_size": 8192}, "training": training}, "test")
 
 
-def planned(cluster: Cluster, workload: Workload, *, free_homes: bool, **wishes: object) -> Plan:
-    return planner.plan(cluster, workload, time_limit_s=20.0, free_homes=free_homes, **wishes)  # type: ignore[arg-type]
+def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 20.0, *, free_homes: bool, **wishes: object) -> Plan:
+    return planner.plan(cluster, workload, time_limit_s=time_limit_s, free_homes=free_homes, **wishes)  # type: ignore[arg-type]
 
 
 def homes_by_site(plan: Plan) -> list[int]:
@@ -92,7 +92,7 @@ def test_homes_stay_where_they_are_said_to() -> None:
     cluster, workload = random_access_cluster(3, 8), large_experts()
     asked = Asked(cluster=cluster, workload=workload, wishes=planner.StageWishes())
     for one in (asked, replace(asked, wishes=planner.StageWishes(schedule=Schedule()))):
-        assert in_one(one, 10.0).layers[0].homes
+        assert in_one(one, 4.0).layers[0].homes
     assert with_faster_homes(site_problem(cluster, workload))
     names, data = cluster.site_names, cluster.model_dump(mode="json", exclude_none=True)
     data["sites"][2]["experts"] = 2.0
@@ -157,7 +157,7 @@ def test_among_many_sites() -> None:
     workload = large_experts()
     model = workload.model.model_copy(update={"num_experts": 30})
     cluster, workload = random_access_cluster(0, 100), workload.model_copy(update={"model": model})
-    even, free = (planned(cluster, workload, free_homes=flag) for flag in (False, True))
+    even, free = (planned(cluster, workload, 5.0, free_homes=flag) for flag in (False, True))
     assert free.predicted.step <= even.predicted.step * 0.98
     assert free.solver is not None and free.solver.bound <= free.predicted.step
     planner.check(free)
