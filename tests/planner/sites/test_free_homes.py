@@ -87,6 +87,7 @@ def test_slow_sites_are_nobodys_home() -> None:
     assert home_of(free) is not None and (home_of(free) == home_of(Plan.model_validate(free.model_dump()))).all()
 
 
+@pytest.mark.turns(2)
 def test_homes_stay_where_they_are_said_to() -> None:
     """By sites' own numbers; and where rules, prices or popularity are heeded."""
     cluster, workload = random_access_cluster(3, 8), large_experts()
@@ -152,6 +153,7 @@ def test_homes_by_rate() -> None:
         assert numbers.sum() == experts and np.floor(rates / least * (1 - 1e-9)).sum() < experts
 
 
+@pytest.mark.turns(2)
 def test_among_many_sites() -> None:
     """A hundred, of which a few have experts; the plan's figures hold for arrays over ranks, too."""
     workload = large_experts()
