@@ -24,7 +24,7 @@ _COMPARED = ("ep", "full_gather", "rank_order_domains", "dt_fm")
 _CLEARLY = 0.005
 """Share of the step that other homes must save."""
 _LOOKS = 0.2
-"""Share of the time for searches with each."""
+"""Share of the time for short searches with one set of homes after the other, all together."""
 _EVEN = 1e-3
 """What counts beside the busiest link when homes are chosen for gathers: the root of all links' mean squares, by so much."""
 
@@ -106,9 +106,9 @@ def gathered_soonest(problem: SiteProblem) -> IntArray:
     numbers, least_s = starts[starts_s.argmin()], float(starts_s.min())
     while True:
         # From what is longest busy, or farthest, to any site; and from any to what is busy longest with what it lacks.
-        longest = np.concatenate([numbers * at_home_s, farthest_s * (numbers > 0)]).argmax(axis=1)
+        busiest = np.concatenate([numbers * at_home_s, farthest_s * (numbers > 0)]).argmax(axis=1)
         lacking = ((experts - numbers) * elsewhere_s).argmax(axis=1)
-        moved = np.concatenate([numbers - one[longest][:, None] + one, numbers - one + one[lacking][:, None]]).reshape(-1, size)
+        moved = np.concatenate([numbers - one[busiest][:, None] + one, numbers - one + one[lacking][:, None]]).reshape(-1, size)
         moved = moved[(moved >= 0).all(axis=1)]
         moved_s = seconds(moved)
         best = int(moved_s.argmin())

@@ -92,7 +92,7 @@ def dt_fm(problem: SiteProblem) -> list[IntArray]:
 
 
 @lru_cache(maxsize=4)
-def _near_groups(distances: bytes, size: int) -> list[Groups]:
+def _near_groups(distances: bytes, size: int) -> tuple[Groups, ...]:
     """Of ``dt_fm``, which homes do not change: of sites so far from each other ([D, D] numbers)."""
     apart, found = np.frombuffer(distances).reshape(size, size), []
     for count in divisors(size):
@@ -106,7 +106,7 @@ def _near_groups(distances: bytes, size: int) -> list[Groups]:
             if (value := _communication(apart, trial)) < best:
                 label, best = trial, value
         found.append(groups_of(label))
-    return found
+    return tuple(found)
 
 
 OTHERS: dict[str, Planner] = {

@@ -18,6 +18,9 @@ levels:
 - {name: gpu, size: 1, bandwidth: 8 Gbps, latency: 0.1 ms}
 gpu: {throughput: 10 GFLOPS, memory: 1 GiB, memory_bandwidth: 5 GB/s}
 """
+FIVE_SITES = CLUSTER.replace("size: 2", "size: 5").replace("10 GFLOPS", "1 TFLOPS") + (
+    "sites: [{name: a, up: 30 Mbps, down: 50 Mbps}, {name: b, up: 20 Mbps}, {name: c}, {name: d}, {name: e}]\n"
+)
 WORKLOAD = """\
 name: small
 model: {num_layers: 2, hidden_size: 16, num_heads: 2, vocab_size: 256, num_experts: 4, top_k: 2, expert_ffn_size: 16}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli_cases import CLUSTER, Call, Inputs, shell
+from cli_cases import FIVE_SITES, Call, Inputs, shell
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands import inputs as commands_inputs
@@ -183,9 +183,7 @@ def test_what_interrupts_planning_ends_the_command(
 
 
 def test_experts_that_live_where_links_are_fast_are_trained_as_others(inputs: Inputs, call: Call) -> None:
-    sites = "[{name: a, up: 30 Mbps, down: 50 Mbps}, {name: b, up: 20 Mbps}, {name: c}, {name: d}, {name: e}]"
-    cluster = CLUSTER.replace("size: 2", "size: 5").replace("10 GFLOPS", "1 TFLOPS") + f"sites: {sites}\n"
-    where = ["--set", f"cluster={inputs.write('five.yaml', cluster)}"]
+    where = ["--set", f"cluster={inputs.write('five.yaml', FIVE_SITES)}"]
     large = ["--set", "model.expert_ffn_size=8192", "--set", "training.micro_batches=16"]
     plan = inputs.folder / "homes.yaml"
     told = call("plan", inputs.folder / "five.yaml", inputs.workload, "-o", plan, "--time-limit", 3, *large)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_cases import CLUSTER, Call, Inputs
+from cli_cases import FIVE_SITES, Call, Inputs
 
 from hybridep.cli import VERBS
 from hybridep.codecs import ExpertCodec
@@ -357,10 +357,7 @@ def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
 @pytest.mark.parametrize("more", [(), ("--stages", "auto", "--set", "model.num_layers=1")])
 def test_experts_of_a_pool_live_where_links_are_fast(more: tuple[str, ...], inputs: Inputs, call: Call) -> None:
     """At the same sites in all its plans."""
-    sites = "[{name: a, up: 30 Mbps, down: 50 Mbps}, {name: b, up: 20 Mbps}, {name: c}, {name: d}, {name: e}]"
-    cluster = inputs.write(
-        "five.yaml", CLUSTER.replace("size: 2", "size: 5").replace("10 GFLOPS", "1 TFLOPS") + f"sites: {sites}\n"
-    )
+    cluster = inputs.write("five.yaml", FIVE_SITES)
     large = ("--set", "model.expert_ffn_size=512", "--set", "training.micro_batches=16", "--time-limit", "9")
     result = call("plan", cluster, inputs.workload, "-o", inputs.folder / "p.yaml", "--pool", "4096", "--json", *large, *more)
     assert result.code == 0, result.err
