@@ -97,17 +97,19 @@ def even_groups(problem: SiteProblem, num_groups: int) -> Groups:
 
 
 def estimate_s(problem: SiteProblem, num_groups: int) -> float:
-    """One layer's share of a step with so many groups, if all sites were the slowest and latencies the median."""
+    """One layer's share of a step with so many groups, if all sites but experts' homes were the slowest, and latencies the
+    median."""
     work, wire, size = problem.workload, problem.wire, problem.num_sites
     members = size / num_groups
     held = problem.num_experts / members
     hit = float(np.interp(min(held, problem.num_experts), np.arange(problem.num_experts + 1), problem.hit))
     batches = work.training.micro_batches
-    rate = float(min(problem.up_bytes_per_s.min(), problem.down_bytes_per_s.min()))
+    slower = problem.slower_bytes_per_s
     row_bytes = wire.row_there_bytes + wire.row_back_bytes
     rows = problem.num_inside * work.training.tokens * max(members - 1, 0.0) * hit
-    copies = max(held, (num_groups - 1) * float(problem.homes.max())) if num_groups > 1 else 0.0
-    gather_s = copies * (wire.expert_bytes + wire.expert_gradient_bytes) / 2 / rate
+    rate = float(slower.min())
+    busiest = max(held / rate, (num_groups - 1) * float((problem.homes / slower).max())) if num_groups > 1 else 0.0
+    gather_s = busiest * (wire.expert_bytes + wire.expert_gradient_bytes) / 2
     latency = problem.median_latency_s * 5 * batches * (members > 1)
     hidden = min(gather_s, problem.beside_s) + min(gather_s, 2 * problem.beside_s)
     return batches * rows * row_bytes / rate + 2 * gather_s - hidden + latency

@@ -24,7 +24,7 @@ from planner.sites.grouping import (
     shared_table,
 )
 from planner.sites.hubs import HubPlan, best_hubs, hub_table, served_table
-from planner.sites.others import rank_order_domains
+from planner.sites.others import full_gather, rank_order_domains
 from planner.sites.problem import SiteProblem
 from planner.sites.relief import relieved_table
 from planner.sites.search import Found, Search
@@ -75,9 +75,8 @@ def begin(search: Search) -> None:
     """Domains in rank order, hubs and groups."""
     problem = search.problem
     large = is_large(problem)
-    if not large:
-        for table in rank_order_domains(problem):
-            search.evaluate(table)
+    for table in full_gather(problem) if large else rank_order_domains(problem):
+        search.evaluate(table)
     # Hubs first among many sites, where the time may be over before all groups are tried.
     hubs_are_best = large and not problem.equal_sites and try_best_hubs(search)
     if problem.equal_sites and not search.over and (spread := equal_spread(problem)) is not None:

@@ -167,6 +167,16 @@ def test_among_many_sites() -> None:
     assert not with_faster_homes(site_problem(access_cluster(100), workload))  # equal
 
 
+def test_no_plan_is_longer_than_full_gather_with_such_homes() -> None:
+    """Among so many sites hubs are tried first, which may take all of a short time."""
+    cluster, workload = random_access_cluster(0, 150), many_experts()
+    problem = site_problem(cluster, workload)
+    (moved,) = with_faster_homes(problem)
+    gathered_s = other_plan(moved, "full_gather").rank[1]
+    assert gathered_s < 0.95 * other_plan(problem, "full_gather").rank[1]
+    assert planned(cluster, workload, 1.0, free_homes=True).predicted.step <= gathered_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.turns(4)) for seed in range(1, 12))])
 def test_bounds_hold_for_other_homes(seed: int) -> None:
     """Any numbers of experts at each site, against all tables."""
