@@ -6,7 +6,7 @@ from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Objective, Plan, Prediction, SolverReport, Status
 from hybridep.units import format_bytes, format_dollars, format_seconds
-from planner.constraints import Constraints, binding
+from planner.constraints import Constraints, keeps, permissions
 from planner.evaluate import MOST_RANKS, evaluate
 from planner.goal import Goal
 from planner.memory import memory_knob
@@ -48,16 +48,17 @@ def check(plan: Plan, constraints: Constraints | None = None) -> None:
             f"{format_bytes(memory.capacity_bytes)}: {format_bytes(missing)} are missing; raise "
             f"{memory_knob(plan.cluster, memory.fullest_rank)} or plan again",
         )
-    rules = binding(plan.cluster, plan.workload.model.num_experts, constraints)
-    if rules is not None and not all(rules.keeps(one.serve[0]) for one in plan.placements):
+    if not keeps(plan, constraints):
         raise CheckError("layers", "some expert is computed or held where a rule forbids it; plan again with the rules")
+    rules = () if constraints is None else constraints.rules
+    has_rules = not permissions(plan.cluster, plan.workload.model.num_experts, rules).forbid_nothing
     if plan.prediction is None:
         raise CheckError("prediction", "is missing; a planner's plan has one")
     _check_prediction(
         plan.prediction, predict(plan, tuple(name for name in BASELINES if name.value in plan.prediction.baselines))
     )
     if plan.solver is not None:
-        _check_solver(plan, plan.solver, plan.prediction, has_rules=rules is not None)
+        _check_solver(plan, plan.solver, plan.prediction, has_rules=has_rules)
 
 
 def _check_prediction(claimed: Prediction, actual: Prediction) -> None:

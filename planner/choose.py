@@ -15,7 +15,7 @@ from hybridep.shares import alike_ranks
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.chunks import best_of_searches, numbers, tables_in_parts
-from planner.constraints import Constraints, binding
+from planner.constraints import Constraints, permissions
 from planner.depths import BETWEEN_SITES, plan_ahead, tables_ahead
 from planner.evaluate import MOST_RANKS, require_few_experts
 from planner.goal import FASTEST, Goal
@@ -61,8 +61,9 @@ def plan(
     as bring something: 1, 2, 4 and so on, or the most (``planner.chunks``, also for what the bound then holds for). ``codecs`` by
     level name, or those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a
     ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. ``free_homes``: among
-    sites that differ more experts may live where links are faster, without rules, prices and popularity. ``home``: where they do
-    live, there and without those ([E] ranks, in their order). On KeyboardInterrupt, once there is a plan, the best so far.
+    sites that differ, or with rules, more experts may live where links are faster, rules let all have copies or these cost least,
+    without popularity. ``home``: where they do live, there and without popularity ([E] ranks, in their order). On
+    KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
     (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).
@@ -141,14 +142,14 @@ def plans(
             raise UserError(
                 "prices with measured popularity or copies ahead: their searches know time only; leave one of them out"
             )
-    if binding(cluster, workload.model.num_experts, constraints) is None:
+    if constraints is not None and permissions(cluster, workload.model.num_experts, constraints.rules).forbid_nothing:
         constraints = None
     lossy = any(one.coded for one in (codecs or {}).values())
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)
     by_table = by_site(cluster, workload) or dear or constraints is not None
-    if home is not None and (popularity or constraints is not None or not by_table):
-        raise UserError("homes of experts are given between sites that differ, without popularity and rules; leave them out")
+    if home is not None and (popularity or not by_table):
+        raise UserError("homes of experts are given between sites that differ, without popularity; leave them out")
     # Alike sites: equal domains or a table, whichever is better. Copies ahead, and placements by layer, know equal domains there.
     either = not by_table and cluster.sizes[0] >= FEW_SITES and not ahead and not popularity
     if most_chunks > 1:

@@ -21,6 +21,7 @@ from hybridep.arrays import BoolArray, IntArray
 from hybridep.config import Strict, load
 from hybridep.errors import InfeasibleError, PlacementError, UserError
 from hybridep.placement import home_blocks
+from hybridep.plan import Plan
 from hybridep.serving import parse_experts
 from hybridep.sites import is_called
 from hybridep.topology import Cluster
@@ -90,6 +91,8 @@ class Permissions:
     """[D, D]: the row's tokens may be computed at the column's site."""
     hold: BoolArray
     """[D, E]: the site may compute the expert."""
+    copy: BoolArray
+    """[D, D]: the row's site may have copies from homes at the column's."""
 
     @cached_property
     def fallback(self) -> IntArray:
@@ -128,11 +131,13 @@ class Permissions:
         return np.where(good, table, np.where(at_home, home_site[None, :], self.fallback))
 
 
-def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> Permissions:
-    """Of these rules together. Raises UserError for a site that no rule can mean and PlacementError for experts."""
+def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...], home: IntArray | None = None) -> Permissions:
+    """Of these rules together, where experts live where the cluster has them or at ``home`` ([E] ranks). Raises UserError for a
+    site that no rule can mean and PlacementError for experts."""
     size = cluster.sizes[0]
-    home_site = home_blocks(cluster, num_experts) // cluster.ranks_per_site
-    serve, hold = np.ones((size, size), dtype=np.bool_), np.ones((size, num_experts), dtype=np.bool_)
+    home = home_blocks(cluster, num_experts) if home is None else home
+    serve, copy = np.ones((size, size), dtype=np.bool_), np.ones((size, size), dtype=np.bool_)
+    hold = np.ones((size, num_experts), dtype=np.bool_)
     for rule in rules:
         chosen, others = rule_masks(cluster, rule)
         if rule.kind is Kind.KEEP_TOKENS:
@@ -143,8 +148,7 @@ def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> 
             joined = (chosen[:, None] & others[None, :]) | (others[:, None] & chosen[None, :])
             np.fill_diagonal(joined, False)
             serve &= ~joined
-            # A copy comes from the expert's home.
-            hold &= ~joined[home_site].T
+            copy &= ~joined
         else:
             try:
                 experts = parse_experts(rule.experts, num_experts) if rule.experts else np.arange(num_experts)
@@ -152,16 +156,17 @@ def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> 
                 raise PlacementError(f"rule {rule.name}: {error}") from None
             barred = ~chosen if rule.kind is Kind.PIN else chosen
             hold[np.ix_(np.flatnonzero(barred), experts)] = False
-    return Permissions(serve=serve, hold=hold)
+    return Permissions(serve=serve, hold=hold & copy[:, home // cluster.ranks_per_site], copy=copy)
 
 
-def require_possible(cluster: Cluster, num_experts: int, constraints: Constraints) -> Permissions:
-    """Raises InfeasibleError that names the smallest set of rules which no plan can keep together."""
-    found = permissions(cluster, num_experts, constraints.rules)
+def require_possible(cluster: Cluster, num_experts: int, constraints: Constraints, home: IntArray | None = None) -> Permissions:
+    """Raises InfeasibleError that names the smallest set of rules which no plan can keep together. ``home``: see
+    ``permissions``."""
+    found = permissions(cluster, num_experts, constraints.rules, home)
     if found.possible:
         return found
-    clash = smallest_clash(cluster, num_experts, constraints.rules)
-    blocked = permissions(cluster, num_experts, clash).fallback < 0
+    clash = smallest_clash(cluster, num_experts, constraints.rules, home)
+    blocked = permissions(cluster, num_experts, clash, home).fallback < 0
     site, expert = (int(x) for x in np.argwhere(blocked)[0])
     rules = " and ".join(repr(rule.name) for rule in clash)
     several = f"rules {rules} clash" if len(clash) > 1 else f"rule {rules} cannot be kept"
@@ -171,25 +176,33 @@ def require_possible(cluster: Cluster, num_experts: int, constraints: Constraint
     )
 
 
-def binding(cluster: Cluster, num_experts: int, constraints: Constraints | None) -> Permissions | None:
+def binding(
+    cluster: Cluster, num_experts: int, constraints: Constraints | None, home: IntArray | None = None
+) -> Permissions | None:
     """As ``require_possible``; None where every plan keeps the rules, or there are none."""
-    found = require_possible(cluster, num_experts, constraints) if constraints is not None else None
+    found = require_possible(cluster, num_experts, constraints, home) if constraints is not None else None
     return None if found is None or found.forbid_nothing else found
 
 
-def smallest_clash(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+def keeps(plan: Plan, constraints: Constraints | None) -> bool:
+    """Whether a plan keeps the rules, with experts where it has them."""
+    rules, experts = () if constraints is None else constraints.rules, plan.workload.model.num_experts
+    return not rules or all(permissions(plan.cluster, experts, rules, one.home).keeps(one.serve[0]) for one in plan.placements)
+
+
+def smallest_clash(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...], home: IntArray | None = None) -> tuple[Rule, ...]:
     """The first smallest set of rules that leaves some expert without a holder for some site; with more than ``MOST_RULES``
     rules a set from which none can be left out. The rules together must clash."""
     if len(rules) > MOST_RULES:
         kept = rules
         for rule in rules:
             without = tuple(other for other in kept if other is not rule)
-            if not permissions(cluster, num_experts, without).possible:
+            if not permissions(cluster, num_experts, without, home).possible:
                 kept = without
         return kept
     for count in range(1, len(rules) + 1):
         for chosen in combinations(rules, count):
-            if not permissions(cluster, num_experts, chosen).possible:
+            if not permissions(cluster, num_experts, chosen, home).possible:
                 return chosen
     raise ValueError("these rules do not clash")
 

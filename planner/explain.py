@@ -13,7 +13,7 @@ from hybridep.placement import LevelChoice, divisors
 from hybridep.plan import LayerGroup, Objective, Plan, Residency
 from hybridep.recompute import Recompute
 from planner.alone import alone
-from planner.constraints import Constraints, Permissions, permissions
+from planner.constraints import Constraints, keeps
 from planner.cost import StepCost
 from planner.domains import layer_group
 from planner.evaluate import MOST_RANKS, evaluate, expected_s
@@ -106,13 +106,12 @@ def explain(plan: Plan, constraints: Constraints | None = None, *, one_site: Pla
     """Costs and memory of a plan, the baselines and the plan's neighbours, and which of them break the rules. ``one_site``: the
     plan for one alone, where it is one of more sites than the plan has."""
     cost, memory = evaluate(plan)
-    allowed = permissions(plan.cluster, plan.workload.model.num_experts, constraints.rules) if constraints else None
-    chosen = _alternative("plan", plan, cost, memory, allowed)
+    chosen = _alternative("plan", plan, cost, memory, constraints)
     others = [(name.value, baseline_group(plan.cluster, plan.workload, name)) for name in BASELINES]
     like = plan.model_copy(update={"codecs": codecs_inside(codecs_for_others(plan.codecs))})
-    baselines = tuple(_of_group(name, like, group, allowed) for name, group in others)
-    neighbours = tuple(_of_group(name, like, group, allowed) for name, group in _neighbours(like))
-    scheduled = tuple(_alternative(name, one, *evaluate(one), allowed) for name, one in _schedules(plan))
+    baselines = tuple(_of_group(name, like, group, constraints) for name, group in others)
+    neighbours = tuple(_of_group(name, like, group, constraints) for name, group in _neighbours(like))
+    scheduled = tuple(_alternative(name, one, *evaluate(one), constraints) for name, one in _schedules(plan))
     goal = goal_of(plan.solver)
     one = one_site or alone(plan.cluster, plan.workload, popularity=plan.popularity, goal=goal, constraints=constraints)
     blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.allowed and other.step_s < chosen.step_s]
@@ -237,12 +236,12 @@ def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield "lossless (--max-loss 0)", other
 
 
-def _of_group(name: str, plan: Plan, group: LayerGroup, allowed: Permissions | None) -> Alternative:
+def _of_group(name: str, plan: Plan, group: LayerGroup, constraints: Constraints | None) -> Alternative:
     other = plan.with_layers(group)
-    return _alternative(name, other, *evaluate(other), allowed)
+    return _alternative(name, other, *evaluate(other), constraints)
 
 
-def _alternative(name: str, plan: Plan, cost: StepCost, memory: MemoryUse, allowed: Permissions | None) -> Alternative:
+def _alternative(name: str, plan: Plan, cost: StepCost, memory: MemoryUse, constraints: Constraints | None) -> Alternative:
     index = max(range(len(plan.layers)), key=lambda i: plan.layers[i].num_layers)
     group, placement = plan.layers[index], plan.placements[index]
     return Alternative(
@@ -256,6 +255,6 @@ def _alternative(name: str, plan: Plan, cost: StepCost, memory: MemoryUse, allow
         step_usd=cost.step_usd if plan.cluster.has_prices else None,
         memory_bytes=memory.fullest_bytes,
         fits=memory.fits,
-        allowed=allowed is None or all(allowed.keeps(one.serve[0]) for one in plan.placements),
+        allowed=keeps(plan, constraints),
         copies_per_rank=(int(placement.holds.sum()) - placement.num_experts) / placement.num_gpus,
     )

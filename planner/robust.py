@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from planner.constraints import Constraints
 from planner.difference import scaled, varied, with_links, with_rates_of
 from planner.evaluate import evaluate
 from planner.plans import predict
+from planner.sites.evaluate import home_of
 from planner.sites.plans import chosen_table, plan_sites, table_plan
 from planner.sites.problem import site_problem
 from planner.sites.search import at_quantile
@@ -74,9 +76,11 @@ def plan_for_scenarios(
     constraints: Constraints | None = None,
     codecs: Mapping[str, Codecs] | None = None,
     max_loss: float | None = None,
+    free_homes: bool = False,
 ) -> RobustPlan:
     """The plan whose step at ``quantile`` of the scenarios (1: in the worst) is shortest; never worse there than the plan for
-    ``cluster`` itself. Of the scenarios count the rates between sites; all else, and with it what fits, is as in ``cluster``.
+    ``cluster`` itself. Of the scenarios count the rates between sites; all else, and with it what fits, is as in ``cluster``;
+    so are experts' homes, with ``free_homes`` those of the plan for it (``planner.plan``), and bounds hold for these.
     ``codecs`` by level name, or, within a ``max_loss`` (``planner.within_loss``), those between sites with which it is shortest
     at the quantile; the bound then holds for all that are permitted. Raises UserError for scenarios with other sites, and what
     ``plan`` raises."""
@@ -88,15 +92,26 @@ def plan_for_scenarios(
 
     def make(by_level: Mapping[str, Codecs], limit_s: float) -> _Made:
         half = Wishes(time_limit_s=limit_s / 2)
-        nominal = plan_sites(cluster, workload, schedule=schedule, constraints=constraints, wishes=half, codecs=by_level)[0]
+        nominal = plan_sites(
+            cluster, workload, schedule=schedule, constraints=constraints, wishes=half, codecs=by_level, free_homes=free_homes
+        )[0]
         again = nominal.recomputes
-        problem = site_problem(cluster, workload, schedule, constraints, codecs=by_level, recompute=again)
+        made_for = partial(
+            site_problem,
+            workload=workload,
+            schedule=schedule,
+            constraints=constraints,
+            codecs=by_level,
+            recompute=again,
+            home=home_of(nominal),
+        )
+        problem = made_for(cluster)
         first = chosen_table(nominal)
         solution = solve_sites(
             problem,
             Wishes(
                 time_limit_s=limit_s / 2,
-                scenarios=tuple(site_problem(one, workload, schedule, codecs=by_level, recompute=again) for one in scenarios),
+                scenarios=tuple(made_for(one) for one in scenarios),
                 quantile=quantile,
                 seeds=() if first is None else (first[0],),
                 ways=tuple(one for one in (Recompute.NOTHING, *cheapest_first(workload)) if one is not again),

@@ -138,6 +138,7 @@ def _for_scenarios(request: PlanRequest) -> MadePlans:
         constraints=request.rules,
         codecs=request.codecs,
         max_loss=request.max_loss,
+        free_homes=True,
     )
     return MadePlans(plans=[robust.plan], robust=robust)
 

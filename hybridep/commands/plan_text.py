@@ -201,9 +201,9 @@ def _homes(made: Plan, group: LayerGroup) -> str:
     numbers = Counter(dict.fromkeys(range(cluster.sizes[0]), 0) | Counter(home.tolist()))
     none = [cluster.site_name(site) for site, number in numbers.items() if not number]
     if none:
-        return f"experts live where links are fast, none at {few(none)}"
+        return f"experts' homes are chosen, none at {few(none)}"
     (most, number), *_, (least, other) = numbers.most_common()
-    return f"more experts live where links are fast: {number} at {cluster.site_name(most)}, {other} at {cluster.site_name(least)}"
+    return f"experts' homes are chosen: {number} at {cluster.site_name(most)}, {other} at {cluster.site_name(least)}"
 
 
 def few(names: Sequence[str]) -> str:

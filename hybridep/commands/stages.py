@@ -187,7 +187,7 @@ def _for_scenarios(request: StagesRequest, asked: Asked, tell: Tell) -> RobustPi
     how: dict[str, Any] = {"quantile": request.quantile, "time_limit_s": request.time_limit_s}
     with PlanProgress() as progress:
         if request.text == AUTO:
-            return planner.staged_for_scenarios(*what, **how, report=progress, tell=tell)
+            return planner.staged_for_scenarios(*what, **how, free_homes=True, report=progress, tell=tell)
         return planner.pipeline_for_scenarios(*what, **how, report=progress)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from hybridep.baselines import Baseline, baseline_like
-from hybridep.errors import UserError
+from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.plan import Plan
 from hybridep.recompute import cheapest_first
 from planner.constraints import Constraints
 from planner.evaluate import evaluate
+from planner.sites.evaluate import home_of
 from planner.sites.others import OTHERS, other_plan
 from planner.sites.plans import table_plan
 from planner.sites.problem import SiteProblem, site_problem
@@ -41,7 +43,12 @@ def compare_planners(plan: AnyPlan, constraints: Constraints | None = None) -> d
     else:
         like, is_short = plan, bool(plan.recomputes)
         step_s = plan.prediction.step if plan.prediction is not None else evaluate(plan)[0].step_s
-    problem = site_problem(like.cluster, like.workload, like.schedule, constraints, codecs=like.codecs)
+    make = partial(site_problem, like.cluster, like.workload, like.schedule, constraints, codecs=like.codecs)
+    try:
+        problem = make()
+    except InfeasibleError:
+        # Where the rules only leave such homes as the plan's.
+        problem = make(home=home_of(like))
     others = {}
     for name in OTHERS:
         found = _found(problem, name, like)

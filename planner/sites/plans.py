@@ -29,7 +29,7 @@ from planner.memory import TOLERANCE
 from planner.plans import plan_domains, predict, solver_report
 from planner.sites.cost import SiteCost, fixed_cost
 from planner.sites.evaluate import home_of, nearest_inside
-from planner.sites.free_homes import with_better_homes
+from planner.sites.free_homes import with_better_homes, with_possible_homes
 from planner.sites.problem import Configuration, SiteProblem, site_problem
 from planner.sites.search import Found
 from planner.sites.solution import SiteSolution, Wishes, solve_sites
@@ -59,13 +59,22 @@ def plan_sites(
     costs and the choice inside sites, used in all layers, and for the integer program's mixtures of equal domains; and where
     tokens travel in any number of parts up to ``most_chunks`` (tables are searched for tokens in one piece).
     ``fit_domains``: where no equal domains fit no table is looked for, since sites are alike. ``free_homes``: more experts may
-    live where links are faster (``planner.sites.free_homes``); the bound is then one for plans with the homes chosen, and for
-    equal domains. ``home``: where they do live, which leaves equal domains out. Raises InfeasibleError and UserError.
+    live where links are faster, or rules or prices ask for it (``planner.sites.free_homes``); the bound is then one for plans
+    with the homes chosen, and for equal domains. ``home``: where they do live, which leaves equal domains out. Raises
+    InfeasibleError and UserError.
     """
     wishes = wishes or Wishes()
     started, asked_s = now_s(), elapsed_s()
-    problem = site_problem(cluster, workload, schedule, constraints, goal=goal, codecs=codecs, most_chunks=most_chunks, home=home)
-    if free_homes and home is None and problem.permissions is None and not goal.needs_prices:
+    make = partial(site_problem, cluster, workload, schedule, goal=goal, codecs=codecs, most_chunks=most_chunks, home=home)
+    free = free_homes and home is None
+    try:
+        problem = make(constraints)
+    except InfeasibleError:
+        possible = with_possible_homes(replace(make(), constraints=constraints)) if free else None
+        if possible is None:
+            raise
+        problem = possible
+    if free:
         problem, wishes = with_better_homes(problem, wishes)
     domains = None
     if problem.permissions is None and home is None and cluster.num_gpus <= MOST_RANKS:
@@ -99,7 +108,7 @@ def plan_sites(
     solution = min(tried, key=lambda one: one.found.rank)
     problem, fits = solution.problem, solution.fits
     if not fits and domains is None:
-        domains = _cheapest(problem, constraints, solution.found, wishes)
+        domains = _cheapest(problem, solution.found, wishes, free_homes=free_homes, home=home)
     more = [table_plan(problem, one.table, _configuration(one)) for one in solution.pool if one is not solution.found]
     if domains is not None and (not fits or goal.value_of(domains) <= solution.found.rank[1]):
         best = domains
@@ -130,7 +139,7 @@ def _may_fit(problem: SiteProblem) -> bool:
     return bool((needed <= problem.compute.memory_bytes * (1 + TOLERANCE)).all())
 
 
-def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Found, wishes: Wishes) -> Plan:
+def _cheapest(problem: SiteProblem, least: Found, wishes: Wishes, *, free_homes: bool, home: IntArray | None) -> Plan:
     """Where the search for the fastest plan found none within the budget: the cheapest plan, in as many parts as suit it, if that
     one is. Raises InfeasibleError where it is not either, or memory is missing."""
     budget_usd, cost = problem.goal.budget_usd, least.cost
@@ -141,11 +150,13 @@ def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Foun
         problem.cluster,
         problem.workload,
         schedule=problem.schedule,
-        constraints=constraints,
+        constraints=problem.constraints,
         wishes=replace(wishes, keep=1, report=None),
         goal=Goal(objective=Objective.DOLLARS),
         codecs=problem.codecs_by_level,
         most_chunks=problem.most_chunks,
+        free_homes=free_homes,
+        home=home,
     )[0]
     assert cheap.solver is not None and cheap.solver.cost_bound is not None
     [in_parts] = tables_in_parts([cheap], problem.most_chunks, 1) if problem.most_chunks > 1 else [cheap]

@@ -67,8 +67,7 @@ class SiteProblem:
     """[D, D] one way, zero on the diagonal."""
     home: IntArray
     """[E] global ranks."""
-    permissions: Permissions | None = None
-    """What rules leave possible; None without rules that forbid anything."""
+    constraints: Constraints | None = None
     goal: Goal = FASTEST
     codecs: tuple[Codecs, ...] = ()
     """Per level; exact ones where left out."""
@@ -100,6 +99,11 @@ class SiteProblem:
     def num_layers(self) -> int:
         """MoE layers."""
         return self.workload.model.num_moe_layers
+
+    @cached_property
+    def permissions(self) -> Permissions | None:
+        """What rules leave possible; None without rules that forbid anything. Raises InfeasibleError for rules that clash."""
+        return binding(self.cluster, self.num_experts, self.constraints, self.home)
 
     @cached_property
     def has_default_homes(self) -> bool:
@@ -343,7 +347,7 @@ def site_problem(
 ) -> SiteProblem:
     """``home``: [E] ranks, in their order, in place of the cluster's own. Raises InfeasibleError for rules that clash."""
     up, down = cluster.access_bytes_per_s
-    return SiteProblem(
+    made = SiteProblem(
         cluster=cluster,
         workload=workload,
         schedule=schedule or Schedule(),
@@ -352,9 +356,11 @@ def site_problem(
         pair_bytes_per_s=cluster.pair_bytes_per_s,
         latency_s=cluster.site_latency_s,
         home=home_blocks(cluster, workload.model.num_experts) if home is None else home,
-        permissions=binding(cluster, workload.model.num_experts, constraints),
+        constraints=constraints,
         goal=goal,
         codecs=level_codecs([level.name for level in cluster.levels], codecs or {}),
         most_chunks=most_chunks,
         recompute=recompute,
     )
+    _ = made.permissions
+    return made

@@ -123,13 +123,14 @@ def staged_for_scenarios(
     *,
     quantile: float = 1.0,
     time_limit_s: float = 60.0,
+    free_homes: bool = False,
     report: Report | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> RobustPipeline | RobustPlan:
     """What ``pipeline_for_scenarios`` finds, or ``planner.plan_for_scenarios``: whichever is expected to take less at the
-    quantile. After a first look at both what takes far longer has no more time. ``tell``: why there is no pipeline, if none is
-    possible and a plan without stages is. Raises the reason of the latter where neither is possible, and UserError for measured
-    popularity."""
+    quantile. After a first look at both what takes far longer has no more time. ``free_homes``: of plans without stages.
+    ``tell``: why there is no pipeline, if none is possible and a plan without stages is. Raises the reason of
+    the latter where neither is possible, and UserError for measured popularity."""
     if wishes.popularity:
         raise UserError("plans for scenarios know no popularity of experts; leave --routing out")
     wishes, began_s, look_s = replace(wishes, goal=FASTEST), now_s(), _LOOK * time_limit_s
@@ -153,7 +154,7 @@ def staged_for_scenarios(
             raise
         ours_s = of_step_s(looked)
     try:
-        other_s = of_step_s(without_stages(cluster, workload, wishes, look_s))
+        other_s = of_step_s(without_stages(cluster, workload, wishes, look_s, free_homes=free_homes))
     except HybridEPError:
         pass
     except KeyboardInterrupt:
@@ -178,6 +179,7 @@ def staged_for_scenarios(
             constraints=wishes.constraints,
             codecs=codecs_inside(wishes.codecs),
             max_loss=wishes.max_loss,
+            free_homes=free_homes,
         )
     except (HybridEPError, KeyboardInterrupt):
         if pipeline is None:

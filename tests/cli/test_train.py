@@ -187,7 +187,7 @@ def test_experts_that_live_where_links_are_fast_are_trained_as_others(inputs: In
     large = ["--set", "model.expert_ffn_size=8192", "--set", "training.micro_batches=16"]
     plan = inputs.folder / "homes.yaml"
     told = call("plan", inputs.folder / "five.yaml", inputs.workload, "-o", plan, "--time-limit", 3, *large)
-    assert told.code == 0 and "experts live where links are fast, none at a, b\n" in told.out, told.err
+    assert told.code == 0 and "experts' homes are chosen, none at a, b\n" in told.out, told.err
     found = [
         shell(
             "train",

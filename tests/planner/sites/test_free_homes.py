@@ -9,17 +9,19 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 from site_cases import access_cluster, many_experts, random_access_cluster, random_problem
+from test_forced import random_rules
 
 import planner
 from hybridep.commands.sites_choice import Asked, in_one
 from hybridep.config import build
-from hybridep.errors import UserError
+from hybridep.errors import InfeasibleError, UserError
 from hybridep.homes import home_table
 from hybridep.placement import home_blocks, homes_of
-from hybridep.plan import Plan, Schedule
+from hybridep.plan import Objective, Plan, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner.constraints import Constraints, Kind, Rule
+from planner.check import CheckError
+from planner.constraints import Constraints, permissions
 from planner.evaluate import evaluate
 from planner.goal import Goal
 from planner.sites.bound import prove
@@ -89,27 +91,94 @@ def test_slow_sites_are_nobodys_home() -> None:
 
 @pytest.mark.turns(2)
 def test_homes_stay_where_they_are_said_to() -> None:
-    """By sites' own numbers; and where rules, prices or popularity are heeded."""
+    """By sites' own numbers; and where popularity is heeded."""
     cluster, workload = random_access_cluster(3, 8), large_experts()
     asked = Asked(cluster=cluster, workload=workload, wishes=planner.StageWishes())
     for one in (asked, replace(asked, wishes=planner.StageWishes(schedule=Schedule()))):
         assert in_one(one, 4.0).layers[0].homes
     assert with_faster_homes(site_problem(cluster, workload))
-    names, data = cluster.site_names, cluster.model_dump(mode="json", exclude_none=True)
+    data = cluster.model_dump(mode="json", exclude_none=True)
     data["sites"][2]["experts"] = 2.0
     own = build(Cluster, data, "own")
     assert not with_faster_homes(site_problem(own, workload))
-    rules = Constraints(rules=(Rule(name="r", kind=Kind.NO_LINK, sites=(names[0],), to=(names[1],)),))
     popularity = tuple(tuple([0.4, 0.3, 0.2, 0.1]) for _ in range(workload.model.num_moe_layers))
-    priced = build(Cluster, cluster.model_dump(mode="json", exclude_none=True), "priced")
-    priced = priced.model_copy(update={"gpu": priced.gpu.model_copy(update={"price": 1e-3})})
-    for one, wishes in (
-        (own, {}),
-        (cluster, {"constraints": rules}),
-        (cluster, {"popularity": popularity}),
-        (priced, {"goal": Goal(budget_usd=1e9)}),
-    ):
+    for one, wishes in ((own, {}), (cluster, {"popularity": popularity})):
         assert not any(group.homes for group in planned(one, workload, free_homes=True, **wishes).layers), wishes
+
+
+def ruled(*entries: dict[str, object]) -> Constraints:
+    return Constraints.model_validate({"rules": [{"name": f"r{place}"} | entry for place, entry in enumerate(entries)]})
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ruled({"kind": "no_link", "sites": ["s0"], "to": ["s1"]}),
+        pytest.param(ruled({"kind": "keep_tokens", "sites": ["s2", "s5"]}), marks=pytest.mark.turns(2)),
+        pytest.param(ruled({"kind": "forbid", "sites": ["s3"], "experts": "0"}), marks=pytest.mark.turns(2)),
+    ],
+    ids=["no_link", "keep_tokens", "forbid"],
+)
+def test_plans_under_rules(rules: Constraints) -> None:
+    """Shorter than with even homes, simulated as expected, and kept with experts where they live."""
+    cluster, workload = random_access_cluster(3, 8), large_experts()
+    even, free = (planned(cluster, workload, free_homes=flag, constraints=rules) for flag in (False, True))
+    assert free.layers[0].homes and free.predicted.step < 0.98 * even.predicted.step
+    assert free.solver is not None and free.solver.bound <= free.predicted.step
+    planner.check(free, rules)
+    assert simulate_step(free).step_s == pytest.approx(free.predicted.expected_s, rel=0.1)
+    explained = planner.explain(free, rules)
+    assert explained.plan.allowed
+    assert "experts in even blocks" in {one.name for one in explained.neighbours}
+
+
+def test_rules_that_only_other_homes_keep() -> None:
+    """Tokens of two sites stay there, and no copy comes from the third, so its expert must live elsewhere."""
+    cluster, workload = random_access_cluster(3, 4), large_experts()
+    rules = ruled({"kind": "keep_tokens", "sites": ["s0", "s1"]}, {"kind": "no_link", "sites": ["s2"], "to": ["s0", "s1"]})
+    with pytest.raises(InfeasibleError, match="rules 'r0' and 'r1' clash"):
+        planned(cluster, workload, 3.0, free_homes=False, constraints=rules)
+    free = planned(cluster, workload, 3.0, free_homes=True, constraints=rules)
+    assert homes_by_site(free)[:3] == [0, 0, 0]
+    planner.check(free, rules)
+    with pytest.raises(CheckError, match="computed or held where a rule forbids it"):
+        planner.check(free.with_layers(free.layers[0].model_copy(update={"homes": {}})), rules)
+    assert all(one.step_s >= free.predicted.step * (1 - 1e-9) for one in planner.compare_planners(free, rules).values())
+    # Nowhere can homes be that all may have copies from.
+    apart = ruled(*({"kind": "no_link", "sites": [f"s{site}"], "to": [f"s{(site + 1) % 4}"]} for site in range(4)))
+    kept = Constraints(rules=(*rules.rules[:1], *(one.model_copy(update={"name": f"a{one.name}"}) for one in apart.rules)))
+    with pytest.raises(InfeasibleError, match="clash"):
+        planned(cluster, workload, 3.0, free_homes=True, constraints=kept)
+
+
+def test_homes_where_bytes_cost_least() -> None:
+    """Half of what copies cost is paid where experts live."""
+    cluster, workload = random_access_cluster(3, 8), large_experts()
+    data = cluster.model_dump(mode="json", exclude_none=True)
+    for place, site in enumerate(data["sites"]):
+        site["egress"] = "0.01 $/GB" if place == 5 else "0.10 $/GB"
+    cluster, cheapest = build(Cluster, data, "priced"), Goal(objective=Objective.DOLLARS)
+    even, free = (planned(cluster, workload, 5.0, free_homes=flag, goal=cheapest) for flag in (False, True))
+    assert homes_by_site(free) == [0, 0, 0, 0, 0, 4, 0, 0]
+    assert free.predicted.cost_usd < 0.9 * even.predicted.cost_usd
+    planner.check(free)
+    budget = Goal(budget_usd=(free.predicted.cost_usd + even.predicted.cost_usd) / 2)
+    within = planned(cluster, workload, 5.0, free_homes=True, goal=budget)
+    assert within.predicted.cost_usd <= (budget.budget_usd or 0.0) * (1 + 1e-5)
+    planner.check(within)
+
+
+def test_homes_where_rates_are_not_known() -> None:
+    """Those of the plan for the cluster as it is, in all scenarios."""
+    cluster, workload = random_access_cluster(3, 8), large_experts()
+    scenarios = planner.interval_scenarios(cluster, 0.3, draws=3)
+    even, free = (
+        planner.plan_for_scenarios(cluster, workload, scenarios, time_limit_s=6.0, free_homes=flag) for flag in (False, True)
+    )
+    assert free.bound_s <= free.step_s < 0.97 * even.step_s and free.step_s <= free.nominal_step_s * (1 + 1e-9)
+    planned_at = home_of(free.plan)
+    assert free.plan.layers[0].homes and planned_at is not None
+    assert free.step_s == max(evaluate(free.plan.model_copy(update={"cluster": one}))[0].step_s for one in scenarios)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.turns(4)) for seed in range(1, 16))])
@@ -178,14 +247,20 @@ def test_no_plan_is_longer_than_full_gather_with_such_homes() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.turns(4)) for seed in range(1, 12))])
-def test_bounds_hold_for_other_homes(seed: int) -> None:
-    """Any numbers of experts at each site, against all tables."""
+@pytest.mark.parametrize("with_rules", [False, True])
+def test_bounds_hold_for_other_homes(seed: int, with_rules: bool) -> None:
+    """Any numbers of experts at each site, against all tables, that keep random rules."""
     problem = random_problem(seed, 3, 3, inside=0)
     rng = np.random.default_rng(seed)
     numbers = np.bincount(rng.integers(3, size=3), minlength=3)
     moved = replace(problem, home=homes_of(numbers, problem.cluster.sizes))
+    while with_rules and moved.constraints is None:
+        rules = random_rules(rng, problem)
+        if rules is not None and permissions(problem.cluster, 3, rules.rules, moved.home).possible:
+            moved = replace(moved, constraints=rules)
     found = best_table(moved)
     assert found is not None and moved.homes.tolist() == numbers.tolist()
+    assert moved.permissions is None or moved.permissions.keeps(found[0])
     assert prove(Relaxation(problem=moved), found[2] * 1.2, max_boxes=40).bound_s <= found[2] * (1 + 1e-9)
 
 
