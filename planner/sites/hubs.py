@@ -1,8 +1,12 @@
-"""Tables for sites of very uneven links: the fastest hold all experts, each serving as many of the others as its links carry."""
+"""Tables for sites of very uneven links: the fastest hold all experts, each serving as many of the others as its links carry.
+
+Sites in the middle, whose links carry little more than what they would receive from teammates, may share the experts among
+themselves: three such sites hold as many together as a hub, which serves no more than two of them at what their links carry.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +39,8 @@ def hub_table(problem: SiteProblem, count: int, team: int) -> IntArray:
     return table
 
 
+TEAM = 3
+"""Sites of a team."""
 STEPS = 48
 """Times that are tried for each direction, and again near the best ones."""
 
@@ -46,12 +52,18 @@ class HubPlan:
     hubs: IntArray
     rooms: IntArray
     """Users that each could serve."""
+    teams: IntArray
+    """[teams, ``TEAM``]: sites that find all experts among themselves."""
     layer_s: float
     """What rows and copies of one layer take."""
     forward: float
     """Sites' rows that a link of one byte per second carries while the busiest one is busy, on the way to the experts."""
     back: float
     """Likewise on the way back."""
+
+    def users(self, problem: SiteProblem) -> IntArray:
+        """Sites that are neither hubs nor in a team."""
+        return np.setdiff1d(np.arange(problem.num_sites), np.concatenate([self.hubs, self.teams.ravel()]))
 
     def rows(self, problem: SiteProblem) -> tuple[FloatArray, FloatArray]:
         """Rows of how many sites each may send ([D]) and receive ([D]) while the busiest link is busy."""
@@ -87,17 +99,17 @@ def best_hubs(problem: SiteProblem, most_users: int) -> HubPlan | None:
                 within = hubs_within(problem, forward, back, most_users)
                 if within is None:
                     continue
-                hubs, rooms = within
-                layer_s = lower_s + _copies_s(problem, hubs)
+                layer_s = lower_s + _copies_s(problem, within)
                 if best is None or layer_s < best.layer_s:
-                    best, at = HubPlan(hubs=hubs, rooms=rooms, layer_s=layer_s, forward=forward, back=back), (i, j)
+                    best, at = replace(within, layer_s=layer_s), (i, j)
     return best
 
 
-def hubs_within(problem: SiteProblem, forward: float, back: float, most_users: int) -> tuple[IntArray, IntArray] | None:
+def hubs_within(problem: SiteProblem, forward: float, back: float, most_users: int) -> HubPlan | None:
     """The fewest hubs whose links serve all others while the busiest one is busy for ``forward`` and ``back`` (seconds per byte
-    of a site's rows), with most room first but for those that send too little to be users, and how many users each could serve;
-    None where there is no way."""
+    of a site's rows), with most room first but for those that send too little to be users; where hubs would serve fewer users
+    than a team has members, teams in their place, as far as there are sites whose links carry what these exchange. None where
+    there is no way."""
     size, up, down = problem.num_sites, problem.up_bytes_per_s, problem.down_bytes_per_s
     rooms = np.floor(np.minimum(forward * down, back * up) * (1 + 1e-9)).astype(np.int64)
     rooms = np.minimum(rooms, most_users)
@@ -105,12 +117,27 @@ def hubs_within(problem: SiteProblem, forward: float, back: float, most_users: i
     order = problem.fastest_first
     order = order[np.argsort(-rooms[order], kind="stable")]
     order = np.concatenate([order[stays[order]], order[~stays[order]]])
-    enough = np.cumsum(rooms[order]) >= size - 1 - np.arange(size)
-    enough[: max(int(stays.sum()) - 1, 0)] = False
-    if not enough.any():
+    left = size - 1 - np.arange(size) - np.cumsum(rooms[order])
+    least = max(int(stays.sum()), 1)
+    left[: least - 1] = size
+    many = max(int((rooms[order] >= TEAM).sum()), least)
+    teams = np.empty((0, TEAM), dtype=np.int64)
+    if left[many - 1] > 0:
+        found = _teams(problem, forward, back, order[many:])[: -(-int(left[many - 1]) // TEAM)]
+        teams, left = (found, left - found.size) if left[many - 1] <= found.size else (teams, left)
+    if left.min() > 0:
         return None
-    hubs = order[: int(enough.argmax()) + 1]
-    return hubs, rooms[hubs]
+    hubs = order[: int((left <= 0).argmax()) + 1]
+    return HubPlan(hubs=hubs, rooms=rooms[hubs], teams=teams, layer_s=np.inf, forward=forward, back=back)
+
+
+def _teams(problem: SiteProblem, forward: float, back: float, sites: IntArray) -> IntArray:
+    """[teams, ``TEAM``]: of those sites whose links carry what teammates exchange meanwhile, the fastest first."""
+    up, down = problem.up_bytes_per_s[sites], problem.down_bytes_per_s[sites]
+    rows = np.minimum(np.minimum(forward * up, back * down), np.minimum(forward * down, back * up)) * (1 + 1e-9)
+    able = sites[rows >= (TEAM - 1) * problem.hit[-(-problem.num_experts // TEAM)]]
+    able = able[np.argsort(-problem.slower_bytes_per_s[able], kind="stable")]
+    return np.asarray(able[: len(able) // TEAM * TEAM].reshape(-1, TEAM))
 
 
 def layer_bytes(problem: SiteProblem) -> tuple[float, float]:
@@ -120,24 +147,31 @@ def layer_bytes(problem: SiteProblem) -> tuple[float, float]:
     return float(rows * wire.row_there_bytes), float(rows * wire.row_back_bytes)
 
 
-def _copies_s(problem: SiteProblem, hubs: IntArray) -> float:
-    """Of a gather and a return when ``hubs`` hold everything."""
+def _copies_s(problem: SiteProblem, plan: HubPlan) -> float:
+    """Of a gather and a return when hubs hold everything, and teams share it."""
     wire, up, down = problem.wire, problem.up_bytes_per_s, problem.down_bytes_per_s
     is_hub = np.zeros(problem.num_sites, dtype=np.bool_)
-    is_hub[hubs] = True
-    sent = (problem.homes * (len(hubs) - is_hub)).astype(np.float64)
+    is_hub[plan.hubs] = True
+    sent = (problem.homes * (len(plan.hubs) + len(plan.teams) - is_hub)).astype(np.float64)
     kept = np.where(is_hub, problem.num_experts - problem.homes, 0).astype(np.float64)
+    kept[plan.teams.ravel()] = -(-problem.num_experts // TEAM)
     gather = wire.expert_bytes * max(float((sent / up).max()), float((kept / down).max()))
     return gather + wire.expert_gradient_bytes * max(float((sent / down).max()), float((kept / up).max()))
 
 
 def served_table(problem: SiteProblem, plan: HubPlan) -> IntArray:
     """[D, E]: each user finds everything at one hub."""
-    size = problem.num_sites
-    users = np.setdiff1d(np.arange(size), plan.hubs)
-    holder = np.arange(size)
+    users, holder = plan.users(problem), np.arange(problem.num_sites)
     holder[users] = np.repeat(plan.hubs, users_of(plan, len(users)))
-    return np.ascontiguousarray(np.repeat(holder[:, None], problem.num_experts, axis=1))
+    return with_teams(problem, plan, np.repeat(holder[:, None], problem.num_experts, axis=1))
+
+
+def with_teams(problem: SiteProblem, plan: HubPlan, table: IntArray) -> IntArray:
+    """The table ([D, E]) with teams' members finding all among themselves, evenly, own experts first."""
+    even = np.bincount(np.arange(problem.num_experts) % TEAM, minlength=TEAM)
+    for members in plan.teams:
+        table[members] = assign(problem, members.tolist(), even)
+    return table
 
 
 def users_of(plan: HubPlan, num_users: int) -> IntArray:

@@ -13,13 +13,13 @@ hub's users hold some experts themselves, which the hub finds at one of them; th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
-from planner.sites.hubs import HubPlan, hubs_within, layer_bytes
+from planner.sites.hubs import TEAM, HubPlan, hubs_within, layer_bytes, with_teams
 from planner.sites.problem import SiteProblem
 
 SCALES = (0.94, 0.97, 1.0, 1.01, 1.05, 1.1, 1.25, 2.0)
@@ -56,7 +56,8 @@ def equal_hubs(problem: SiteProblem, users: int) -> HubPlan:
     count = -(-problem.num_sites // (users + 1))
     hubs = np.argsort(problem.homes, kind="stable")[:count]
     rate = float(min(problem.up_bytes_per_s.min(), problem.down_bytes_per_s.min()))
-    return HubPlan(hubs=hubs, rooms=np.full(count, users), layer_s=np.inf, forward=users / rate, back=users / rate)
+    teams = np.empty((0, TEAM), dtype=np.int64)
+    return HubPlan(hubs=hubs, rooms=np.full(count, users), teams=teams, layer_s=np.inf, forward=users / rate, back=users / rate)
 
 
 def equal_spread(problem: SiteProblem) -> Spread | None:
@@ -73,11 +74,9 @@ def best_spreads(problem: SiteProblem, plan: HubPlan, most_users: int) -> list[S
     def near(middle: HubPlan, scales: Iterable[tuple[float, float]]) -> list[Spread]:
         found = []
         for there, again in scales:
-            forward, back = there * middle.forward, again * middle.back
-            within = hubs_within(problem, forward, back, most_users)
+            within = hubs_within(problem, there * middle.forward, again * middle.back, most_users)
             if within is not None:
-                hubs, rooms = within
-                found.append(_spread(problem, HubPlan(hubs=hubs, rooms=rooms, layer_s=plan.layer_s, forward=forward, back=back)))
+                found.append(_spread(problem, replace(within, layer_s=plan.layer_s)))
         return sorted((one for one in found if one.left_out.any()), key=lambda one: one.layer_s)
 
     made = near(plan, product(SCALES, SCALES))
@@ -90,7 +89,7 @@ def best_spreads(problem: SiteProblem, plan: HubPlan, most_users: int) -> list[S
 def _spread(problem: SiteProblem, plan: HubPlan) -> Spread:
     size, one = problem.num_sites, float(problem.hit[1])
     out, _ = plan.rows(problem)
-    users = np.setdiff1d(np.arange(size), plan.hubs)
+    users = plan.users(problem)
     # Users with equally much room share hubs, which are filled one after another: so few serve those that have none.
     users = users[np.argsort(out[users], kind="stable")]
     hub_of = np.arange(size)
@@ -102,7 +101,7 @@ def _spread(problem: SiteProblem, plan: HubPlan) -> Spread:
     most = np.maximum(room[plan.hubs], 0.0) / one * (1 + 1e-9)
     left_out = np.minimum(most, problem.num_experts // 2).astype(np.int64)
     thin = _thin(problem, plan, left_out)
-    most_copies, copies_s = _fewest_copies(problem, plan.hubs, left_out, thin)
+    most_copies, copies_s = _fewest_copies(problem, plan, left_out, thin)
     per_forward, per_back = layer_bytes(problem)
     return Spread(
         plan=plan,
@@ -118,7 +117,7 @@ def _thin(problem: SiteProblem, plan: HubPlan, left_out: IntArray) -> float:
     """``Spread.thin``: as many as it takes of those users who can serve most others' tokens, for all that find experts one by
     one."""
     served = np.floor(plan.rows(problem)[1] / problem.hit[1] * (1 + 1e-9))
-    served[plan.hubs] = 0
+    served[plan.hubs] = served[plan.teams.ravel()] = 0
     found = float(left_out @ (plan.rooms + 1))
     holders = np.searchsorted(np.cumsum(np.sort(served)[::-1]), found) + 1
     return min(float(holders) / max(float(left_out.sum()), 1.0), MOST_THIN)
@@ -131,9 +130,10 @@ def copy_seconds(problem: SiteProblem) -> tuple[FloatArray, FloatArray]:
     return there_s, back_s
 
 
-def _fewest_copies(problem: SiteProblem, hubs: IntArray, left_out: IntArray, thin: float) -> tuple[FloatArray, float]:
-    """([E] copies of each expert if ``hubs`` leave so many out, seconds of a gather and a return): those of the homes with
-    the slowest links are the fewest, but no fewer than what the hubs' own links take as long for."""
+def _fewest_copies(problem: SiteProblem, plan: HubPlan, left_out: IntArray, thin: float) -> tuple[FloatArray, float]:
+    """([E] copies of each expert at hubs if these leave so many out, seconds of a gather and a return): those of the homes with
+    the slowest links are the fewest, but no fewer than what the hubs' own links take as long for. Teams have one more each."""
+    hubs, teams = plan.hubs, len(plan.teams)
     there_s, back_s = copy_seconds(problem)
     count, kept = len(hubs), problem.num_experts - left_out - problem.homes[hubs]
     there_least_s = float((problem.wire.expert_bytes * kept / problem.down_bytes_per_s[hubs]).max())
@@ -142,14 +142,14 @@ def _fewest_copies(problem: SiteProblem, hubs: IntArray, left_out: IntArray, thi
     budget, least = float(left_out.sum()) * fewer, count - int((left_out > 0).sum()) * fewer
 
     def copies(gather_s: float, return_s: float) -> FloatArray:
-        return np.minimum(np.minimum(gather_s / there_s, return_s / back_s), count)
+        return np.asarray(np.minimum(np.minimum(gather_s / there_s, return_s / back_s) - teams, count))
 
     def fits(gather_s: float, return_s: float) -> bool:
         few = copies(gather_s, return_s)
         return bool(few.min() >= least and (count - few).sum() <= budget)
 
     def shortest_s(gather_s: float) -> float:
-        low, high = float(back_s.max()) * least, max(float(back_s.max()) * count, back_least_s)
+        low, high = float(back_s.max()) * (least + teams), max(float(back_s.max()) * (count + teams), back_least_s)
         if not fits(gather_s, high):
             return np.inf
         for _ in range(STEPS):
@@ -157,11 +157,11 @@ def _fewest_copies(problem: SiteProblem, hubs: IntArray, left_out: IntArray, thi
             low, high = (low, middle) if fits(gather_s, middle) else (middle, high)
         return max(high, back_least_s)
 
-    gathers = float(there_s.max()) * count * np.linspace(max(least / count, 0.5 / STEPS), 1.0, STEPS)
+    gathers = float(there_s.max()) * (teams + count * np.linspace(max(least / count, 0.5 / STEPS), 1.0, STEPS))
     gathers = np.unique(np.maximum(gathers, there_least_s))
     best = float(gathers[0]), shortest_s(float(gathers[0]))
     for gather_s in gathers[1:].tolist():
-        if gather_s + max(float(back_s.max()) * least, back_least_s) >= sum(best):
+        if gather_s + max(float(back_s.max()) * (least + teams), back_least_s) >= sum(best):
             break
         best = min(best, (gather_s, shortest_s(gather_s)), key=sum)
     return copies(*best), sum(best)
@@ -186,10 +186,10 @@ def spread_table(problem: SiteProblem, spread: Spread, away: np.ndarray | None =
     size, hubs, hub_of = problem.num_sites, spread.plan.hubs, spread.hub_of
     missing = np.zeros((size, problem.num_experts), dtype=np.bool_)
     missing[hubs] = left_out(problem, spread)
-    table = np.repeat(hub_of[:, None], problem.num_experts, axis=1)
+    table = with_teams(problem, spread.plan, np.repeat(hub_of[:, None], problem.num_experts, axis=1))
     # Hubs are full: of rows, or of what rows leave in memory.
     free = (spread.plan.rows(problem)[1] / problem.hit[1] * (1 + 1e-9)).astype(np.int64)
-    free[hubs] = 0
+    free[hubs] = free[spread.plan.teams.ravel()] = 0
     lacks = missing[hub_of]
     if away is not None:
         lacks[hubs] |= away

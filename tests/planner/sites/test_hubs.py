@@ -7,11 +7,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from site_cases import many_experts, random_access_cluster, small_workload
+from site_cases import access_cluster, many_experts, random_access_cluster, small_workload
 
+from hybridep.config import build
 from hybridep.plan import Residency
+from hybridep.workload import Workload
+from planner.sites import hubs
 from planner.sites.exchange import layer_exchanges
-from planner.sites.hubs import best_hubs, served_table
+from planner.sites.hubs import TEAM, best_hubs, hubs_within, served_table
 from planner.sites.problem import Inside, SiteProblem, site_problem
 from planner.sites.search import Search
 from planner.sites.strategy import try_best_hubs
@@ -79,3 +82,48 @@ def test_many_sites_with_little_memory_have_hubs_with_few_users() -> None:
     assert search.best is not None and search.best.configuration is not None and search.best.rank[0] == 0
     assert search.best.configuration.residency is Residency.STEP
     assert search.best.rank <= costs[1].rank
+
+
+def middling(sites: int) -> SiteProblem:
+    """A fifth of fast sites, half of middling ones and the rest slow, of eight ranks each; about three users for a hub."""
+    model = {"num_layers": 16, "hidden_size": 2048, "num_heads": 16, "vocab_size": 32000, "num_experts": 256, "top_k": 8}
+    training = {"sequence_length": 4096, "micro_batch_size": 1, "micro_batches": 4, "dtype": "bf16"}
+    workload = build(Workload, {"name": "test", "model": model | {"expert_ffn_size": 512}, "training": training}, "test")
+    rng, kinds = np.random.default_rng(0), ((15, 30, 0.2), (8, 10, 0.5), (5, 6, 0.3))
+    rates = np.concatenate([rng.uniform(low, high, (round(sites * share), 2)) for low, high, share in kinds])
+    return site_problem(access_cluster(sites, rates, gpus=8), workload)
+
+
+def test_teams_find_everything_among_themselves() -> None:
+    """Where hubs would serve fewer users than a team has members; links are busy no longer than was asked for."""
+    problem, seen = middling(300), 0
+    best = best_hubs(problem, 300)
+    assert best is not None
+    for there, again in product((1.0, 1.02, 1.05), (0.9, 0.95, 1.0, 1.02)):
+        forward, back = there * best.forward, again * best.back
+        plan = hubs_within(problem, forward, back, 300)
+        if plan is None or not len(plan.teams):
+            continue
+        seen += 1
+        table = served_table(problem, plan)
+        for members in plan.teams:
+            assert set(table[members].ravel()) == set(members.tolist()) and (table[members] == table[members[0]]).all()
+            assert np.bincount(table[members[0]])[members].max() == 86
+        assert set(plan.users(problem)) | set(plan.hubs) | set(plan.teams.ravel()) == set(range(300))
+        assert set(table[plan.users(problem)].ravel()) <= set(plan.hubs)
+        layer = layer_exchanges(problem, table, problem.everywhere(Inside.ALL))
+        rows, site_rows = layer.rows[0], problem.num_inside * problem.workload.training.tokens
+        assert rows.line(problem)[1] <= site_rows * forward * (1 + 1e-6)
+        assert rows.reverse.line(problem)[1] <= site_rows * back * (1 + 1e-6)
+    assert seen
+
+
+def test_teams_make_shorter_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, steps_s = middling(300), list[float]()
+    for _ in range(2):
+        search = Search(problem=problem)
+        try_best_hubs(search)
+        assert search.best is not None and search.best.rank[0] == 0
+        steps_s.append(search.best.rank[1])
+        monkeypatch.setattr(hubs, "_teams", lambda *_: np.empty((0, TEAM), dtype=np.int64))
+    assert steps_s[0] < 0.98 * steps_s[1]
