@@ -24,6 +24,7 @@ def shared(inputs: Inputs) -> None:
     inputs.workload.write_text(inputs.workload.read_text().replace("micro_batch_size: 1", "micro_batch_size: 4"))
 
 
+@pytest.mark.turns(2)
 def test_plans_of_every_kind_share_out_the_same_batch(inputs: Inputs, call: Call) -> None:
     shared(inputs)
     batches, kinds = [], []

@@ -34,6 +34,7 @@ def test_a_coded_plan_is_searched_with_its_bytes(name: str) -> None:
         assert memory_use(coded).parts_bytes["codec_state"] > 0
 
 
+@pytest.mark.turns(2)
 def test_change_coding_needs_copies_that_stay() -> None:
     # Memory at which exact copies of some layers would be gathered anew per micro-batch.
     cluster, workload = load_cluster("lab-4dc", ["gpu.memory=25.4 MB"]), load_workload("tiny", SMALL)

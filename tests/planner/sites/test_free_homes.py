@@ -75,6 +75,7 @@ def test_plans_are_no_longer_and_their_figures_hold(seed: int) -> None:
     assert found[1].total_bytes == pytest.approx(memory.total_bytes, rel=1e-9)
 
 
+@pytest.mark.turns(2)
 def test_slow_sites_are_nobodys_home() -> None:
     """Of a site with a hundredth of the others' rate; where it has an expert all wait for it."""
     rates = np.full((2, 8), 10.0)
@@ -151,6 +152,7 @@ def test_rules_that_only_other_homes_keep() -> None:
         planned(cluster, workload, 3.0, free_homes=True, constraints=kept)
 
 
+@pytest.mark.turns(2)
 def test_homes_where_bytes_cost_least() -> None:
     """Half of what copies cost is paid where experts live."""
     cluster, workload = random_access_cluster(3, 8), large_experts()
@@ -168,6 +170,7 @@ def test_homes_where_bytes_cost_least() -> None:
     planner.check(within)
 
 
+@pytest.mark.turns(2)
 def test_homes_where_rates_are_not_known() -> None:
     """Those of the plan for the cluster as it is, in all scenarios."""
     cluster, workload = random_access_cluster(3, 8), large_experts()
@@ -264,6 +267,7 @@ def test_bounds_hold_for_other_homes(seed: int, with_rules: bool) -> None:
     assert prove(Relaxation(problem=moved), found[2] * 1.2, max_boxes=40).bound_s <= found[2] * (1 + 1e-9)
 
 
+@pytest.mark.turns(2)
 def test_homes_that_are_given() -> None:
     """As the plans of a pool have them, without equal domains, which have their own."""
     cluster, workload = random_access_cluster(3, 8), large_experts()
@@ -277,6 +281,7 @@ def test_homes_that_are_given() -> None:
             planner.plan(one, workload, home=home, **wishes)  # type: ignore[arg-type]
 
 
+@pytest.mark.turns(2)
 def test_what_homes_bring_and_what_to_buy_is_known_for_such_plans() -> None:
     cluster, workload = random_access_cluster(3, 8), large_experts()
     even, free = (planned(cluster, workload, free_homes=flag) for flag in (False, True))

@@ -308,7 +308,8 @@ def test_few_placements_are_enough(kind: str) -> None:
         cluster, workload = sites_cluster(rng, sites, 2, kind), layered_workload(1, ffn=int(rng.choice([64, 512, 4096])))
         stage, batches = baseline_plan(cluster, workload, Baseline.EP), workload.training.micro_batches
         every = [group for groups in _placements(stage) for group in groups]
-        barred = Permissions(serve=np.ones((sites, sites), dtype=bool), hold=np.ones((sites, 8), dtype=bool))
+        all_pairs = np.ones((sites, sites), dtype=bool)
+        barred = Permissions(serve=all_pairs, hold=np.ones((sites, 8), dtype=bool), copy=all_pairs)
         # The second site may compute its own experts alone.
         barred.hold[1] = stage.placements[0].home // cluster.ranks_per_site == 1
         for allowed in (None, barred):
