@@ -46,14 +46,22 @@ def with_better_homes(problem: SiteProblem, wishes: Wishes) -> tuple[SiteProblem
 
 
 def with_possible_homes(problem: SiteProblem) -> SiteProblem | None:
-    """A problem whose rules clash with homes where all may have copies; None where they clash with these, too, there are none, or
-    sites have ``experts`` of their own."""
-    rules = problem.constraints.rules if problem.constraints is not None else ()
-    reached = permissions(problem.cluster, problem.num_experts, rules).copy.all(axis=0)
-    if np.ptp(problem.cluster.home_weights) > 0 or not reached.any():
+    """A problem whose rules clash with homes, by rates, at sites each of which may be home to all experts; None where there are
+    none, or sites have ``experts`` of their own."""
+    possible = _possible_sites(problem)
+    if np.ptp(problem.cluster.home_weights) > 0 or not possible.any():
         return None
-    found = _moved(problem, [by_rate(problem.num_experts, _rates(problem) * reached)])
-    return found[0] if found else None
+    [found] = _moved(problem, [by_rate(problem.num_experts, _rates(problem) * possible)])
+    return found
+
+
+def _possible_sites(problem: SiteProblem) -> BoolArray:
+    """[D]: whether rules can be kept with all experts at home there."""
+    cluster, experts = problem.cluster, problem.num_experts
+    rules = () if problem.constraints is None else problem.constraints.rules
+    _, first, alike = np.unique(permissions(cluster, experts, rules).copy, axis=1, return_index=True, return_inverse=True)
+    homes = (np.full(experts, site * cluster.ranks_per_site) for site in first)
+    return np.array([permissions(cluster, experts, rules, home).possible for home in homes])[alike.reshape(-1)]
 
 
 def with_faster_homes(problem: SiteProblem) -> list[SiteProblem]:
