@@ -111,7 +111,7 @@ class Permissions:
     @property
     def possible(self) -> bool:
         """Every site may have every expert computed somewhere."""
-        return bool((self.fallback >= 0).all())
+        return bool((self.serve.astype(np.float32) @ self.hold.astype(np.float32)).all())
 
     def keeps(self, table: IntArray) -> bool:
         """Whether a serving table ([D, E]) obeys."""
