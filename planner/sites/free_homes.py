@@ -1,7 +1,7 @@
 """Experts' homes where links are fast: what a home sends to all others, and takes back, passes its site's links.
 
 Homes in even blocks give some sites one expert more than others by their place in the cluster file, or one where others have
-none; so the slowest may be who everybody waits for.
+none; so the slowest may be who everybody waits for. Rules may keep copies of these from some sites, or forbid any plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EVEN = 1e-3
 
 
 def with_better_homes(problem: SiteProblem, wishes: Wishes) -> tuple[SiteProblem, Wishes]:
-    """The problem with the homes that it has, or with others by how fast links are, whichever short searches prefer, from whose
+    """The problem with the homes that it has, or with one of ``with_faster_homes``, whichever short searches prefer, from whose
     table the next one begins."""
     others = with_faster_homes(problem)
     if not others:

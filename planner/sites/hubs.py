@@ -1,7 +1,7 @@
 """Tables for sites of very uneven links: the fastest hold all experts, each serving as many of the others as its links carry.
 
-Sites in the middle, whose links carry little more than what they would receive from teammates, may share the experts among
-themselves: three such sites hold as many together as a hub, which serves no more than two of them at what their links carry.
+Sites in the middle would serve two users or fewer if they were hubs. Three of them may share the experts instead, as a team: as
+many copies as a hub's, three sites served, and none takes in more than a third of the experts.
 """
 
 from __future__ import annotations
