@@ -198,11 +198,15 @@ class Driver:
             self._refs[self._actors[number].poll.remote()] = number
 
     def _node_lost(self, number: int) -> str:
-        """Why the node of a share is no more; empty if it is."""
-        for node in ray.nodes():  # type: ignore[no-untyped-call]
-            if node["NodeID"] == self._node_of[number] and not node["Alive"]:
-                return f"its Ray node at {node['NodeManagerAddress']} is gone or does not answer"
-        return ""
+        """Why the node of a share is no more; empty if it is, also a moment later: Ray may know of an actor's end first."""
+        deadline = time.monotonic() + _NODE_CHECK_S
+        while True:
+            for node in ray.nodes():  # type: ignore[no-untyped-call]
+                if node["NodeID"] == self._node_of[number] and not node["Alive"]:
+                    return f"its Ray node at {node['NodeManagerAddress']} is gone or does not answer"
+            if time.monotonic() > deadline:
+                return ""
+            time.sleep(0.1)
 
     def _fail(self, number: int, kind: FailureKind, why: str) -> None:
         for rank in self._shares[number].ranks:
