@@ -41,6 +41,7 @@ def hub_table(problem: SiteProblem, count: int, team: int) -> IntArray:
 
 TEAM = 3
 """Sites of a team."""
+NO_TEAMS = np.empty((0, TEAM), dtype=np.int64)
 STEPS = 48
 """Times that are tried for each direction, and again near the best ones."""
 
@@ -121,7 +122,7 @@ def hubs_within(problem: SiteProblem, forward: float, back: float, most_users: i
     least = max(int(stays.sum()), 1)
     left[: least - 1] = size
     many = max(int((rooms[order] >= TEAM).sum()), least)
-    teams = np.empty((0, TEAM), dtype=np.int64)
+    teams = NO_TEAMS
     if left[many - 1] > 0:
         found = _teams(problem, forward, back, order[many:])[: -(-int(left[many - 1]) // TEAM)]
         teams, left = (found, left - found.size) if left[many - 1] <= found.size else (teams, left)

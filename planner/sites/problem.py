@@ -68,6 +68,7 @@ class SiteProblem:
     home: IntArray
     """[E] global ranks."""
     constraints: Constraints | None = None
+    """Rules that plans keep."""
     goal: Goal = FASTEST
     codecs: tuple[Codecs, ...] = ()
     """Per level; exact ones where left out."""

@@ -19,7 +19,7 @@ from itertools import product
 import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
-from planner.sites.hubs import TEAM, HubPlan, hubs_within, layer_bytes, with_teams
+from planner.sites.hubs import NO_TEAMS, HubPlan, hubs_within, layer_bytes, with_teams
 from planner.sites.problem import SiteProblem
 
 SCALES = (0.94, 0.97, 1.0, 1.01, 1.05, 1.1, 1.25, 2.0)
@@ -56,8 +56,8 @@ def equal_hubs(problem: SiteProblem, users: int) -> HubPlan:
     count = -(-problem.num_sites // (users + 1))
     hubs = np.argsort(problem.homes, kind="stable")[:count]
     rate = float(min(problem.up_bytes_per_s.min(), problem.down_bytes_per_s.min()))
-    teams = np.empty((0, TEAM), dtype=np.int64)
-    return HubPlan(hubs=hubs, rooms=np.full(count, users), teams=teams, layer_s=np.inf, forward=users / rate, back=users / rate)
+    rooms, time = np.full(count, users), users / rate
+    return HubPlan(hubs=hubs, rooms=rooms, teams=NO_TEAMS, layer_s=np.inf, forward=time, back=time)
 
 
 def equal_spread(problem: SiteProblem) -> Spread | None:

@@ -129,8 +129,8 @@ def staged_for_scenarios(
 ) -> RobustPipeline | RobustPlan:
     """What ``pipeline_for_scenarios`` finds, or ``planner.plan_for_scenarios``: whichever is expected to take less at the
     quantile. After a first look at both what takes far longer has no more time. ``free_homes``: of plans without stages.
-    ``tell``: why there is no pipeline, if none is possible and a plan without stages is. Raises the reason of
-    the latter where neither is possible, and UserError for measured popularity."""
+    ``tell``: why there is no pipeline, if none is possible and a plan without stages is. Raises the reason of the latter where
+    neither is possible, and UserError for measured popularity."""
     if wishes.popularity:
         raise UserError("plans for scenarios know no popularity of experts; leave --routing out")
     wishes, began_s, look_s = replace(wishes, goal=FASTEST), now_s(), _LOOK * time_limit_s

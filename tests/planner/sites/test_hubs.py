@@ -14,7 +14,7 @@ from hybridep.plan import Residency
 from hybridep.workload import Workload
 from planner.sites import hubs
 from planner.sites.exchange import layer_exchanges
-from planner.sites.hubs import TEAM, best_hubs, hubs_within, served_table
+from planner.sites.hubs import NO_TEAMS, best_hubs, hubs_within, served_table
 from planner.sites.problem import Inside, SiteProblem, site_problem
 from planner.sites.search import Search
 from planner.sites.strategy import try_best_hubs
@@ -125,5 +125,5 @@ def test_teams_make_shorter_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         try_best_hubs(search)
         assert search.best is not None and search.best.rank[0] == 0
         steps_s.append(search.best.rank[1])
-        monkeypatch.setattr(hubs, "_teams", lambda *_: np.empty((0, TEAM), dtype=np.int64))
+        monkeypatch.setattr(hubs, "_teams", lambda *_: NO_TEAMS)
     assert steps_s[0] < 0.98 * steps_s[1]
