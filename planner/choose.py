@@ -61,9 +61,9 @@ def plan(
     as bring something: 1, 2, 4 and so on, or the most (``planner.chunks``, also for what the bound then holds for). ``codecs`` by
     level name, or those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a
     ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. ``free_homes``: among
-    sites that differ, or with rules, more experts may live where links are faster, rules let all have copies or these cost least,
-    without popularity. ``home``: where they do live, there and without popularity ([E] ranks, in their order). On
-    KeyboardInterrupt, once there is a plan, the best so far.
+    sites that differ, or with rules, more experts may live where links are faster, rules let all have copies or these cost least;
+    with popularity other ones in each layer. ``home``: where they do live, there ([E] ranks, in their order; with popularity
+    [MoE layers][E], as many on each rank in all layers). On KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
     (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).
@@ -148,8 +148,8 @@ def plans(
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)
     by_table = by_site(cluster, workload) or dear or constraints is not None
-    if home is not None and (popularity or not by_table):
-        raise UserError("homes of experts are given between sites that differ, without popularity; leave them out")
+    if home is not None and not by_table:
+        raise UserError("homes of experts are given between sites that differ; leave them out")
     # Alike sites: equal domains or a table, whichever is better. Copies ahead, and placements by layer, know equal domains there.
     either = not by_table and cluster.sizes[0] >= FEW_SITES and not ahead and not popularity
     if most_chunks > 1:
@@ -174,9 +174,10 @@ def plans(
             raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
 
         def measured(schedule: Schedule) -> list[Plan]:
-            if not by_table or cluster.num_gpus > MOST_RANKS:
+            if not by_table or (cluster.num_gpus > MOST_RANKS and home is None):
                 return plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
-            limited = partial(plans_popular, solver=solver, time_limit_s=time_limit_s / len(numbers(most_chunks)))
+            limit_s = time_limit_s / len(numbers(most_chunks))
+            limited = partial(plans_popular, solver=solver, time_limit_s=limit_s, free_homes=free_homes, home=home)
             return limited(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
 
         found = best_of_searches(measured, schedule or Schedule(), most_chunks)

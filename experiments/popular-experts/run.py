@@ -1,7 +1,8 @@
 """Between sites that differ, what does it bring to plan for experts whose popularity is known, layer by layer?
 
 The plan made for it is set beside the best equal domains chosen for it layer by layer, and beside the plan made as if all experts
-were alike, which then meets them as they are; by cost and simulated. What one site alone takes stands beside them.
+were alike, which then meets them as they are; by cost and simulated. What the same search finds with experts at home in even
+blocks, and what one site alone takes, stand beside them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from simulator.step import simulate_step
 HERE = Path(__file__).resolve().parent
 OTHERS = ("domains", "unknown")
 COLUMNS = (
-    *("cluster", "concentration", "largest_share", "plan_s", "domains_s", "unknown_s", "gap"),
-    *("simulated_plan_s", "simulated_domains_s", "simulated_unknown_s", "simulated_alone_s"),
+    *("cluster", "concentration", "largest_share", "plan_s", "domains_s", "unknown_s", "even_s", "gap"),
+    *("simulated_plan_s", "simulated_domains_s", "simulated_unknown_s", "simulated_even_s", "simulated_alone_s"),
 )
 
 
@@ -51,11 +52,13 @@ def main() -> int:
 def row_of(config: dict[str, Any], name: str, concentration: float) -> dict[str, Any]:
     cluster, workload, limit_s = load_cluster(name), load_workload(config["model"]), config["time_limit_s"]
     popularity = drawn(workload, concentration, config["seed"])
-    made = planner.plan(cluster, workload, popularity=popularity, time_limit_s=limit_s)
+    made, even = (
+        planner.plan(cluster, workload, popularity=popularity, time_limit_s=limit_s, free_homes=free) for free in (True, False)
+    )
     [domains] = plans_measured(cluster, workload, popularity)
-    unknown = planner.plan(cluster, workload, time_limit_s=limit_s).with_popularity(popularity)
+    unknown = planner.plan(cluster, workload, time_limit_s=limit_s, free_homes=True).with_popularity(popularity)
     row = {"cluster": Path(name).stem, "concentration": concentration, "largest_share": f"{max(map(max, popularity)):.3f}"}
-    for kind, plan in (("plan", made), ("domains", domains), ("unknown", unknown)):
+    for kind, plan in (("plan", made), ("domains", domains), ("unknown", unknown), ("even", even)):
         row |= {f"{kind}_s": f"{planner.step_cost(plan).step_s:.4g}", f"simulated_{kind}_s": f"{simulate_step(plan).step_s:.4g}"}
     one = planner.alone(cluster, workload, popularity=popularity)
     row["simulated_alone_s"] = f"{simulate_step(one).step_s:.4g}" if one is not None else ""

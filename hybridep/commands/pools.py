@@ -36,9 +36,11 @@ def now(pool: Sequence[PooledPlan[_AnyPlan]]) -> _AnyPlan:
 
 def homes_of(plan: Plan) -> dict[str, Any]:
     """Arguments of ``planner.plan`` for plans with the same homes."""
-    from planner.sites.evaluate import home_of
+    import numpy as np
 
-    return {"free_homes": False, "home": home_of(plan) if plan.layers[0].homes else None}
+    homes = np.array([placement.home for placement in plan.placements])
+    chosen = any(group.homes for group in plan.layers)
+    return {"free_homes": False, "home": (homes if plan.popularity else homes[0]) if chosen else None}
 
 
 def of_stages(made: Staged, widest: float, time_limit_s: float, tell: Tell) -> tuple[Staged, list[PooledPlan[AnyPlan]]]:

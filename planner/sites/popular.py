@@ -1,8 +1,8 @@
 """Serving tables for experts whose popularity was measured, layer by layer, between sites that differ.
 
 Tables are searched for as if all experts were alike, which makes their times a matter of counts. Then each layer takes those of
-the best tables that cost it least with its own popularity, experts of one home exchanged so that the more popular ones are where
-there are more copies, and walks on from there (``planner.sites.walks``), experts counting as often as they are chosen. Times add
+the best tables that cost it least with its own popularity, experts exchanged so that the more popular ones are where there are
+more copies, and walks on from there (``planner.sites.walks``), experts counting as often as they are chosen. Times add
 up over layers.
 """
 
@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.arrays import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs
-from hybridep.errors import InfeasibleError
+from hybridep.errors import InfeasibleError, UserError
 from hybridep.gating import gating
+from hybridep.homes import homes_text
+from hybridep.placement import home_blocks
 from hybridep.plan import LayerGroup, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.recompute import Recompute
@@ -34,6 +36,7 @@ from planner.measured import plans_measured
 from planner.memory import memory_use
 from planner.plans import predict, solver_report
 from planner.problem import MAX_COPY_STEPS, build_problem, ways_again
+from planner.sites.cost import site_cost
 from planner.sites.plans import chosen_table, plan_sites
 from planner.sites.popular_bound import least_s
 from planner.sites.problem import Configuration, SiteProblem, site_problem
@@ -45,7 +48,9 @@ from planner.sites.work import for_popularity
 TABLES = 16
 """The best ones found, among which each layer chooses."""
 STARTS = 2
-"""Of these, from which each layer's walks begin."""
+"""Of these, from which each layer's walks begin; of tables whose experts stay at their homes one, where others may not."""
+SAMPLED = 4
+"""Layers that tell which tables are best if experts change homes."""
 SEARCHED, WALKED = 0.4, 0.8
 """Shares of the time after which tables are found, and walks end; the bound has what is left."""
 AMPLE_S = 60.0
@@ -62,7 +67,9 @@ class _Choice(NamedTuple):
     """A table that any layer may use."""
 
     table: IntArray
-    """[D, E]"""
+    """[D, places]: experts live at places, as many as there are."""
+    expert: IntArray
+    """[places]: which expert it is."""
     configuration: Configuration
     recompute: Recompute
 
@@ -77,16 +84,24 @@ def plans_popular(
     schedule: Schedule | None = None,
     codecs: Mapping[str, Codecs] | None = None,
     time_limit_s: float = 60.0,
+    free_homes: bool = False,
+    home: IntArray | None = None,
 ) -> list[Plan]:
     """At most ``count`` plans, the fastest first, for experts of this ``popularity`` ([layers][E] shares): tables, or equal
     domains if there is time for them or no table fits, chosen for each MoE layer anew, and others that are alike in all layers,
-    without a solver's report. The bound of the first holds for any tables, of each layer by itself. Raises what ``plan_sites``
-    raises."""
+    without a solver's report. The bound of the first holds for any tables, of each layer by itself, with its homes. With
+    ``free_homes`` more experts may live where links are faster, and popular ones at other sites in each layer; ``home``: where
+    they do live ([layers, E] ranks, as many at each in all layers), which leaves equal domains out. Raises what ``plan_sites``
+    raises, and UserError for other numbers of experts in one layer than in another."""
+    if home is not None and len(other := np.flatnonzero((np.sort(home, axis=1) != np.sort(home[0])).any(axis=1))):
+        raise UserError(
+            f"homes: other numbers of experts live on ranks in layer {other[0]} than in layer 0; they must be the same"
+        )
     started, asked_s = now_s(), elapsed_s()
     schedule = schedule or Schedule()
     domains: list[Plan] = []
     # Follows from the limit, not from the clock, so that two runs do the same.
-    in_time = domains_in_time(cluster, workload, popularity[0], schedule, codecs, time_limit_s)
+    in_time = home is None and domains_in_time(cluster, workload, popularity[0], schedule, codecs, time_limit_s)
     if in_time:
         with suppress(InfeasibleError):
             domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
@@ -100,19 +115,25 @@ def plans_popular(
             schedule=schedule,
             codecs=codecs,
             wishes=Wishes(time_limit_s=SEARCHED * time_limit_s, keep=TABLES),
+            free_homes=free_homes,
+            home=None if home is None else np.sort(home[0]),
         )
     except InfeasibleError:
         # As if all experts were alike none fit; where rare ones live at sites of little memory, equal domains may.
-        if in_time and not domains:
+        if home is not None or (in_time and not domains):
             raise
     # What was compiled meanwhile counts to no limit; and how many moves walks have follows from the limit, not from what is left.
     begun = now_s() - SEARCHED * time_limit_s - spent_s
-    problem = site_problem(cluster, workload, schedule, codecs=codecs)
-    choices = [_Choice(*known, one.recomputes) for one in found if (known := chosen_table(one)) is not None]
-    layers = [_Layer(problem, layer, shares) for layer, shares in enumerate(popularity)]
-    fitting: list[Plan] = []
+    if home is None:
+        placement = next((one.placements[0] for one in found if one.layers[0].serving), None)
+        blocks = home_blocks(cluster, workload.model.num_experts) if placement is None else placement.home
+        home = np.tile(blocks, (len(popularity), 1))
+    problem = site_problem(cluster, workload, schedule, codecs=codecs, home=np.sort(home[0]))
+    layers = [_Layer(problem, *layer) for layer in zip(range(len(popularity)), popularity, home, strict=True)]
     share, until_s = min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s
-    for variant in _variants(layers, choices, share, until_s) if choices else ():
+    anywhere = free_homes and np.ptp(cluster.home_weights) == 0
+    fitting: list[Plan] = []
+    for variant in _variants(layers, _choices(problem, found), share, until_s, anywhere=anywhere):
         made = _plan(layers, variant)
         if len(fitting) < count and made.digest not in {one.digest for one in fitting} and memory_use(made).fits:
             fitting.append(made.model_copy(update={"prediction": predict(made)}))
@@ -157,29 +178,48 @@ def domains_in_time(
     return not build_problem(cluster, workload, schedule, tuple(shares), codecs, recompute=nothing).is_short_of_memory
 
 
+def _choices(problem: SiteProblem, found: Sequence[Plan]) -> list[_Choice]:
+    """Those of the plans found that have the problem's homes."""
+    alike = [one for one in found if np.array_equal(one.placements[0].home, problem.home)]
+    tables = [(known, one.recomputes) for one in alike if (known := chosen_table(one)) is not None]
+    places = np.arange(problem.num_experts)
+    return [_Choice(table, places, configuration, recompute) for (table, configuration), recompute in tables]
+
+
 class _Layer:
-    """One MoE layer, whose experts are chosen with ``shares`` ([E])."""
+    """One MoE layer, whose experts are chosen with ``shares`` ([E]) and live on the ranks ``home`` ([E])."""
 
-    def __init__(self, problem: SiteProblem, number: int, shares: Sequence[float]) -> None:
-        self.problem, self.number, self.shares = problem, number, shares
+    def __init__(self, problem: SiteProblem, number: int, shares: Sequence[float], home: IntArray) -> None:
+        self.problem, self.number, self.shares, self.home = problem, number, np.asarray(shares), home
         self._network = ExchangeTimes(cluster=problem.cluster, streams=problem.schedule.streams)
-        self._gating = gating(problem.workload, shares, problem.cluster)
+        self._gating = gating(problem.workload, tuple(shares), problem.cluster)
 
-    def suited(self, choice: _Choice) -> _Choice:
-        """With experts of one home exchanged."""
-        return choice._replace(table=exchanged(self.problem.home_site, choice.table, self.shares))
+    def suited(self, choice: _Choice, *, anywhere: bool = False) -> _Choice:
+        """With experts of one home exchanged, or of all."""
+        expert, home = np.argsort(self.home, kind="stable"), self.problem.home_site
+        together = np.zeros_like(home) if anywhere else home
+        places = best_places(together, choice.table, self.shares[expert], self.problem.slower_bytes_per_s[home])
+        return choice._replace(expert=expert[places])
 
     def group(self, choice: _Choice) -> LayerGroup:
         """As plans have it."""
-        configuration, serving = choice.configuration, serving_groups(self.problem.cluster, choice.table)
-        choices = self.problem.choices(configuration.inside)
-        return layer_group(self.number, 1, choices, configuration.residency, serving, recompute=choice.recompute)
+        problem, configuration = self.problem, choice.configuration
+        cluster, table, owner = problem.cluster, np.empty_like(choice.table), np.empty_like(problem.home_site)
+        table[:, choice.expert], owner[choice.expert] = choice.table, problem.home_site
+        home = self.home
+        if (owner != home // problem.num_inside).any():
+            home = np.empty_like(home)
+            home[np.argsort(owner, kind="stable")] = problem.home
+        homes = {} if np.array_equal(home, home_blocks(cluster, problem.num_experts)) else homes_text(cluster, home)
+        choices, serving = problem.choices(configuration.inside), serving_groups(cluster, table)
+        made = layer_group(self.number, 1, choices, configuration.residency, serving, recompute=choice.recompute)
+        return made.model_copy(update={"homes": homes})
 
     def seconds(self, choice: _Choice) -> float:
         """Its share of a step."""
         problem, group = self.problem, self.group(choice)
         cluster, workload, codecs, chunks = problem.cluster, problem.workload, problem.codecs, problem.schedule.chunks
-        placement = group.placement(cluster, problem.num_experts, self.shares)
+        placement = group.placement(cluster, problem.num_experts, self.shares.tolist())
         traffic = layer_traffic(placement, workload, self._gating, codecs, chunks)
         coding_s = layer_coding(cluster.gpu, placement, workload, self._gating, codecs)
         times = block_times(self._network, workload, placement, self._gating, traffic, coding_s, chunks)
@@ -187,54 +227,85 @@ class _Layer:
         return layer_cost(self._network, workload, times, traffic, group.residency, problem.schedule).total_s
 
 
-def _variants(layers: Sequence[_Layer], choices: Sequence[_Choice], share: float, until_s: float) -> list[list[_Choice]]:
-    """A table for each layer, in several ways, the shortest step first: where walks end; the best of ``choices`` for each; and
-    each of these in all layers."""
-    tried = [[layer.suited(one) for one in choices] for layer in layers]
-    layer_s = np.array([[layer.seconds(one) for one in row] for layer, row in zip(layers, tried, strict=True)])
-    places = np.argsort(layer_s, axis=1, kind="stable")[:, :STARTS]
-    starts = [[row[place] for place in best] for row, best in zip(tried, places.tolist(), strict=True)]
-    found = [([row[0] for row in starts], float(layer_s.min(axis=1).sum()))]
-    found += [([row[place] for row in tried], float(layer_s[:, place].sum())) for place in range(len(choices))]
-    if walks_help(layers[0].problem):
-        walked = _walked(layers, starts, share, until_s)
-        found.append((walked, sum(layer.seconds(one) for layer, one in zip(layers, walked, strict=True))))
+def _variants(
+    layers: Sequence[_Layer], choices: Sequence[_Choice], share: float, until_s: float, *, anywhere: bool
+) -> list[list[_Choice]]:
+    """A table for each layer, in several ways, the shortest step first: where walks end; the best of what they begin at; and each
+    of ``choices`` in all layers. Experts of different homes may be exchanged, too (``anywhere``)."""
+    if not choices:
+        return []
+    problem = layers[0].problem
+    tried, layer_s = _suited(layers, choices)
+    found = [([row[place] for row in tried], float(layer_s[:, place].sum())) for place in range(len(choices))]
+    tables = [[(place, False) for place in row] for row in np.argsort(layer_s, axis=1, kind="stable").tolist()]
+    tables = [row[: 1 if anywhere else STARTS] for row in tables]
+    if anywhere:
+        # Which tables suit exchanges is much the same in all layers.
+        _, sample_s = _suited(layers[:: -(-len(layers) // SAMPLED)], choices, anywhere=True)
+        best = np.argsort(sample_s.mean(axis=0), kind="stable")[:STARTS].tolist()
+        tables = [[*row, *((place, True) for place in best)] for row in tables]
+    inside = {place: _configured(problem, choices[place]) for place, _ in {*chain(*tables)}}
+    starts = [
+        [min((layer.suited(one, anywhere=way) for one in inside[place]), key=layer.seconds) for place, way in row]
+        for layer, row in zip(layers, tables, strict=True)
+    ]
+    chosen = [starts]
+    if walks_help(problem):
+        chosen.append(_walked(layers, starts, share, until_s))
+    for ends in chosen:
+        best_ends = [min(some, key=layer.seconds) for layer, some in zip(layers, ends, strict=True)]
+        found.append((best_ends, sum(layer.seconds(one) for layer, one in zip(layers, best_ends, strict=True))))
     return [variant for variant, _ in sorted(found, key=lambda one: one[1])]
 
 
-def _walked(layers: Sequence[_Layer], starts: Sequence[Sequence[_Choice]], share: float, until_s: float) -> list[_Choice]:
-    """What each layer has where its walks end; once the time is over, the first of its starts."""
+def _suited(
+    layers: Sequence[_Layer], choices: Sequence[_Choice], *, anywhere: bool = False
+) -> tuple[list[list[_Choice]], FloatArray]:
+    """(Each choice with its experts exchanged for each layer, and seconds, [layers, choices])."""
+    tried = [[layer.suited(one, anywhere=anywhere) for one in choices] for layer in layers]
+    return tried, np.array([[layer.seconds(one) for one in row] for layer, row in zip(layers, tried, strict=True)])
+
+
+def _configured(problem: SiteProblem, choice: _Choice) -> list[_Choice]:
+    """As it is, and with what else may be chosen inside sites, or for copies, where that fits if all experts are alike."""
+    again = replace(problem, recompute=choice.recompute)
+    others = (one for one in problem.configurations() if one != choice.configuration)
+    fitting = [one for one in others if site_cost(again, choice.table, one).fits]
+    return [choice, *(choice._replace(configuration=one) for one in fitting)]
+
+
+def _walked(layers: Sequence[_Layer], starts: Sequence[Sequence[_Choice]], share: float, until_s: float) -> list[list[_Choice]]:
+    """Where walks from each layer's starts end; once the time is over, the starts."""
     from planner.sites import walks  # numba takes a while to import
     from planner.sites.moves import near_sites
     from planner.sites.smoothed import guide_of, limit
 
-    problem, rng, ends = layers[0].problem, np.random.default_rng(0), []
+    problem, rng, ends = layers[0].problem, np.random.default_rng(0), list[list[_Choice]]()
     near, pace = near_sites(problem), walks.pace_of(problem)
     for layer, choices in zip(layers, starts, strict=True):
-        found: list[tuple[float, _Choice]] = []
+        found: list[_Choice] = []
         for one in choices if now_s() < until_s else []:
             again = replace(problem, recompute=one.recompute)
             guide = guide_of(again, one.table, one.configuration.residency)
-            guide = guide._replace(work=for_popularity(guide.work, again, layer.shares))
+            guide = guide._replace(work=for_popularity(guide.work, again, layer.shares[one.expert].tolist()))
             limit(guide, room_of(again, one.table, one.configuration))
 
             def cost_s(table: IntArray, layer: _Layer = layer, one: _Choice = one) -> float:
                 return layer.seconds(one._replace(table=table))
 
-            seconds, table = walks.walked(guide, near, pace, round(share * pace.moves), cost_s, rng)
-            found.append((seconds, one._replace(table=table)))
-        ends.append(min(found, key=lambda one: one[0])[1] if found else choices[0])
+            _, table = walks.walked(guide, near, pace, round(share * pace.moves), cost_s, rng)
+            found.append(one._replace(table=table))
+        ends.append(found or list(choices))
     return ends
 
 
-def exchanged(home_site: IntArray, table: IntArray, shares: Sequence[float]) -> IntArray:
-    """[D, E]: experts of one site exchanged, so that the more popular of two is held by no fewer sites."""
-    holders = np.array([np.unique(column).size for column in table.T])
-    found = table.copy()
+def best_places(home_site: IntArray, table: IntArray, shares: FloatArray, rate: FloatArray) -> IntArray:
+    """[E]: what is best at each place, experts of one site exchanged, so that the more popular of two is held by no fewer sites,
+    or by as many and lives where links are no slower (``rate``, [E])."""
+    holders, found = np.array([np.unique(column).size for column in table.T]), np.empty(len(home_site), dtype=np.int64)
     for site in np.unique(home_site):
         own = np.flatnonzero(home_site == site)
-        popular = own[np.argsort(-np.asarray(shares)[own], kind="stable")]
-        found[:, popular] = table[:, own[np.argsort(-holders[own], kind="stable")]]
+        found[own[np.lexsort((-rate[own], -holders[own]))]] = own[np.argsort(-shares[own], kind="stable")]
     return found
 
 
@@ -254,7 +325,7 @@ def _plan(layers: Sequence[_Layer], choices: Sequence[_Choice]) -> Plan:
         cluster=problem.cluster,
         workload=problem.workload,
         layers=tuple(groups),
-        popularity=tuple(tuple(layer.shares) for layer in layers),
+        popularity=tuple(tuple(layer.shares.tolist()) for layer in layers),
         schedule=problem.schedule,
         codecs=problem.codecs_by_level,
         provenance=provenance(),

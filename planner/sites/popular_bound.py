@@ -44,6 +44,8 @@ def least_s(problem: SiteProblem, plan: Plan, deadline_s: float) -> float:
         for site in problem.cluster.sites
     )
     relaxed = replace(problem, cluster=problem.cluster.model_copy(update={"gpu": roomy, "sites": sites}))
+    homes = [placement.home for _, number, _, placement, _ in plan.placed for _ in range(number)]
+    relaxed = replace(relaxed, home=np.sort(homes[0]))
     layers = [gating(problem.workload, shares, problem.cluster) for shares in plan.popularity]
     least = np.min([least_hit(one, np.argsort(one.chosen, kind="stable")) for one in layers], axis=0)
     until_s = now_s() + TOGETHER * max(0.0, deadline_s - now_s())
@@ -57,7 +59,7 @@ def least_s(problem: SiteProblem, plan: Plan, deadline_s: float) -> float:
             bounds_s.append(together_s)
             continue
         ends_s = now_s() + left_s / (len(layers) - number)
-        bound_s, best = _layer_s(relaxed, chosen, tried, as_all_s(plan, number), ends_s)
+        bound_s, best = _layer_s(relaxed, chosen, homes[number], tried, as_all_s(plan, number), ends_s)
         bounds_s.append(max(bound_s, together_s))
         tried = [which for which in (best, best - 1, best + 1) if 0 <= which < size]
     return float(np.mean(bounds_s))
@@ -77,14 +79,16 @@ def as_all_s(plan: Plan, layer: int) -> float:
     return step_cost(alike).step_s
 
 
-def _layer_s(problem: SiteProblem, chosen: Gating, tried: Sequence[int], best_s: float, deadline_s: float) -> tuple[float, int]:
+def _layer_s(
+    problem: SiteProblem, chosen: Gating, home: IntArray, tried: Sequence[int], best_s: float, deadline_s: float
+) -> tuple[float, int]:
     """(bound of steps whose layers are all as the one with these choices, which of ``LEFT_OUT`` it is made with). The first that
     is ``tried`` is, however little time there is."""
     order, began_s = np.argsort(chosen.chosen, kind="stable"), now_s()
 
     def without_s(which: int, until_s: float) -> float:
         number = min(round(LEFT_OUT[which] * len(order)), len(order) - problem.workload.model.top_k)
-        return _of_kept_s(problem, chosen, order[number:], best_s, until_s)
+        return _of_kept_s(problem, chosen, home, order[number:], best_s, until_s)
 
     each_s = TRYING * (deadline_s - began_s) / len(tried)
     found: list[tuple[float, int]] = []
@@ -95,13 +99,13 @@ def _layer_s(problem: SiteProblem, chosen: Gating, tried: Sequence[int], best_s:
     return max(bound_s, without_s(best, deadline_s)) if now_s() < deadline_s else bound_s, best
 
 
-def _of_kept_s(problem: SiteProblem, chosen: Gating, kept: IntArray, best_s: float, deadline_s: float) -> float:
+def _of_kept_s(problem: SiteProblem, chosen: Gating, home: IntArray, kept: IntArray, best_s: float, deadline_s: float) -> float:
     """With no other experts than ``kept``, the least popular first."""
     model = problem.workload.model.model_copy(update={"num_experts": len(kept), **UNGROUPED})
     fewer = replace(
         problem,
         workload=problem.workload.model_copy(update={"model": model}),
-        home=problem.home[np.sort(kept)],
+        home=np.sort(home[kept]),
         least_hit=least_hit(chosen, kept),
         by_popularity=True,
     )

@@ -354,17 +354,20 @@ def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
 
 
 @pytest.mark.turns(2)
-@pytest.mark.parametrize("more", [(), ("--stages", "auto", "--set", "model.num_layers=1")])
+@pytest.mark.parametrize("more", [(), ("--stages", "auto", "--set", "model.num_layers=1"), ("--routing",)])
 def test_experts_of_a_pool_live_where_links_are_fast(more: tuple[str, ...], inputs: Inputs, call: Call) -> None:
     """At the same sites in all its plans."""
-    cluster = inputs.write("five.yaml", FIVE_SITES)
+    cluster, file = inputs.write("five.yaml", FIVE_SITES), inputs.folder / "routing.npz"
+    RoutingRecord(chosen=np.array([[4, 16, 4, 8], [16, 4, 8, 4]])).save(file)
     large = ("--set", "model.expert_ffn_size=512", "--set", "training.micro_batches=16", "--time-limit", "9")
+    more = (*more, file) if more == ("--routing",) else more
     result = call("plan", cluster, inputs.workload, "-o", inputs.folder / "p.yaml", "--pool", "4096", "--json", *large, *more)
     assert result.code == 0, result.err
     made = [load_any_plan(Path(one["output"])) for one in result.json["pool"]]
     assert len(made) > 1 and all(isinstance(one, Plan) for one in made)
-    homes = [one.layers[0].homes for one in made if isinstance(one, Plan)]
-    assert homes[0] and all(one == homes[0] for one in homes)
+    homes = [[placement.home.tolist() for placement in one.placements] for one in made if isinstance(one, Plan)]
+    assert isinstance(made[0], Plan) and made[0].layers[0].homes and all(one[0] == homes[0][0] for one in homes)
+    assert file not in more or all(one[1] == homes[0][1] != homes[0][0] for one in homes)
 
 
 def test_plan_simulates_recorded_steps(inputs: Inputs, call: Call) -> None:

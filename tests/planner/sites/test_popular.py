@@ -24,7 +24,7 @@ from planner.memory import memory_use
 from planner.sites.bound import Proof, prove
 from planner.sites.least_hit import least_hit
 from planner.sites.plans import table_plan
-from planner.sites.popular import domains_in_time, exchanged, plans_popular
+from planner.sites.popular import best_places, domains_in_time, plans_popular
 from planner.sites.popular_bound import LEFT_OUT, as_all_s, least_s
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
@@ -81,15 +81,21 @@ def test_no_set_of_experts_is_needed_by_fewer_tokens(drops: dict[str, object]) -
 def test_the_more_popular_of_one_home_have_more_copies() -> None:
     rng = np.random.default_rng(1)
     problem = site_problem(uneven_cluster(rng, 3, 1), workload_of(1, 12, 1))
+    rate = problem.slower_bytes_per_s[problem.home_site]
     for seed in range(5):
         table, shares = random_table(rng, problem), np.array(skewed(seed, 1, 12, 2)[0])
-        found = exchanged(problem.home_site, table, shares.tolist())
+        holders = np.array([len(set(column)) for column in table.T])
+        expert = best_places(problem.home_site, table, shares, rate)
         for site in range(3):
             own = np.flatnonzero(problem.home_site == site)
-            order = own[np.argsort(-shares[own])]
-            copies = [len(set(found[:, expert])) for expert in order]
+            assert sorted(expert[own]) == own.tolist()
+            copies = holders[own][np.argsort(-shares[expert[own]])].tolist()
             assert copies == sorted(copies, reverse=True)
-            assert sorted(map(tuple, found[:, own].T)) == sorted(map(tuple, table[:, own].T))
+        # Of all sites, among equally many copies at the faster home.
+        anywhere = best_places(np.zeros(12, dtype=np.int64), table, shares, rate)
+        order = np.argsort(-shares[anywhere])
+        places = list(zip(holders[order], rate[order], strict=True))
+        assert sorted(anywhere) == list(range(12)) and places == sorted(places, reverse=True)
 
 
 def best_mixture_s(problem: SiteProblem, popularity: Shares) -> float:
@@ -232,7 +238,7 @@ def test_equal_domains_are_left_out_where_they_take_too_long(per_s: float, times
     assert len(planned) == times
     planner.check(made)
     # Where no table fits there is nothing else.
-    monkeypatch.setattr("planner.sites.popular._variants", lambda *_: [])
+    monkeypatch.setattr("planner.sites.popular._variants", lambda *_, **__: [])
     [made] = plans_popular(cluster, work, popularity, time_limit_s=1)
     assert made.digest == planned[-1][0].digest and len(planned) == times + 1
 

@@ -1,0 +1,135 @@
+"""Homes of experts whose popularity was measured: others in each layer, for which figures and bounds hold."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from site_cases import access_cluster, uneven_cluster
+from test_popular import FIXED, skewed, step_s, workload_of
+
+import planner
+from hybridep.arrays import IntArray
+from hybridep.config import build
+from hybridep.errors import UserError
+from hybridep.homes import homes_text
+from hybridep.plan import Plan
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.cost import step_cost
+from planner.evaluate import evaluate
+from planner.sites.bound import Proof, prove
+from planner.sites.plans import table_plan
+from planner.sites.popular_bound import least_s
+from planner.sites.problem import SiteProblem, site_problem
+from planner.sites.relaxation import Relaxation
+from simulator.step import simulate_step
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def a_case() -> tuple[Cluster, Workload]:
+    """Five sites, of which the first two are slow; eight experts."""
+    rates = np.array([[2.0, 3.0], [3.0, 2.0], [12.0, 6.0], [8.0, 14.0], [16.0, 16.0]])
+    model = {"num_layers": 3, "hidden_size": 512, "num_heads": 8, "vocab_size": 64, "num_experts": 8, "top_k": 2}
+    training = {"sequence_length": 512, "micro_batch_size": 4, "micro_batches": 2}
+    data = {"name": "large", "model": model | {"expert_ffn_size": 4096}, "training": training}
+    return access_cluster(5, rates), build(Workload, data, "test")
+
+
+def homes(plan: Plan) -> IntArray:
+    """[layers, E]"""
+    return np.array([placement.home for placement in plan.placements])
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("concentration", [0.7, 5.0])
+def test_plans_are_shorter_and_their_figures_hold(concentration: float) -> None:
+    cluster, work = a_case()
+    popularity = skewed(3, 3, 8, 2, concentration)
+    even, made = (planner.plan(cluster, work, popularity=popularity, time_limit_s=4, free_homes=free) for free in (False, True))
+    assert not any(group.homes for group in even.layers)
+    assert step_s(made) < 0.93 * step_s(even) and simulate_step(made).step_s < 0.9 * simulate_step(even).step_s
+    assert step_cost(made).step_s == step_s(made) and evaluate(made)[1].fits
+    assert made.solver is not None and made.solver.bound <= step_s(made)
+    planner.check(made)
+    # As many at each site in all layers, of which others are popular.
+    found = homes(made)
+    assert (np.sort(found, axis=1) == np.sort(found[0])).all() and (found != found[0]).any()
+
+
+@pytest.mark.turns(2)
+def test_given_homes_stay() -> None:
+    """Which ones in each layer, also where nobody would choose them."""
+    cluster, work = a_case()
+    popularity, rng = skewed(4, 3, 8, 2), np.random.default_rng(0)
+    given = np.array([rng.permutation([0, 0, 1, 2, 2, 2, 3, 3]) for _ in range(3)])
+    made = planner.plan(cluster, work, popularity=popularity, time_limit_s=2, home=given)
+    assert homes(made).tolist() == given.tolist()
+    planner.check(made)
+    given[1, given[1] == 0] = 4
+    with pytest.raises(UserError, match="homes: other numbers of experts live on ranks in layer 1 than in layer 0"):
+        planner.plan(cluster, work, popularity=popularity, time_limit_s=2, home=given)
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_no_mixture_of_tables_is_faster_than_the_bound_for_its_homes(seed: int) -> None:
+    cluster, work = uneven_cluster(np.random.default_rng(seed), 2, 1, pairs=bool(seed % 2)), workload_of(seed, 3, 2)
+    popularity, rng = skewed(seed, 2, 3, 2, 1.0), np.random.default_rng(seed)
+    owner = np.array([rng.permutation([0, 0, 1]) for _ in range(2)])
+    problem = site_problem(cluster, work, home=np.sort(owner[0]))
+    best_s, plan = best_mixture(problem, popularity, owner)
+    assert 0.1 * best_s < least_s(problem, plan, np.inf) <= best_s * (1 + 1e-9)
+    made = planner.plan(cluster, work, popularity=popularity, time_limit_s=2, home=owner)
+    assert made.solver is not None and made.solver.bound <= best_s * (1 + 1e-9) <= step_s(made) * (1 + 1e-9) * (1 + 1e-9)
+    assert step_s(made) <= best_s * 1.3
+
+
+def test_each_layer_is_bounded_with_its_own_homes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the experts that are not left out."""
+    cluster, work = a_case()
+    problem, popularity = site_problem(cluster, work), skewed(4, 3, 8, 2)
+    owner = np.array([np.random.default_rng(layer).permutation(problem.home) for layer in range(3)])
+    alike = table_plan(problem, np.tile(problem.home_site, (5, 1)), problem.configurations()[0])
+    each = [
+        alike.layers[0].model_copy(update={"first_layer": layer, "num_layers": 1, "homes": homes_text(cluster, home)})
+        for layer, home in enumerate(owner)
+    ]
+    plan = alike.model_copy(update={"layers": tuple(each), "popularity": popularity, "prediction": None})
+    bounded: list[SiteProblem] = []
+
+    def remember(relaxation: Relaxation, best_s: float, **limits: object) -> Proof:
+        bounded.append(relaxation.problem)
+        return prove(relaxation, best_s, max_boxes=5)
+
+    monkeypatch.setattr("planner.sites.popular_bound.prove", remember)
+    monkeypatch.setattr("planner.sites.popular_bound.LEFT_OUT", (0.5,))
+    least_s(problem, plan, np.inf)
+    together, *layers = [one.home.tolist() for one in (bounded[0], *bounded[1::2])]
+    assert together == problem.home.tolist() and len(layers) == 3
+    for found, shares, home in zip(layers, popularity, owner, strict=True):
+        assert found == sorted(home[np.argsort(shares)[4:]])
+
+
+def best_mixture(problem: SiteProblem, popularity: tuple[tuple[float, ...], ...], owner: IntArray) -> tuple[float, Plan]:
+    """Of all tables for each layer by itself, with experts at home where ``owner`` ([layers, E] ranks) says: (the shortest step,
+    a plan with these homes)."""
+    layers, fixed, plan = [np.inf] * len(popularity), 0.0, None
+    for entries in product(range(2), repeat=2 * problem.num_experts):
+        table = np.array(entries).reshape(2, problem.num_experts)
+        for configuration in problem.configurations():
+            [group] = table_plan(problem, table, configuration).layers
+            for layer, (shares, home) in enumerate(zip(popularity, owner, strict=True)):
+                alike = group.model_copy(update={"homes": homes_text(problem.cluster, home)})
+                known = {"layers": (alike,), "popularity": (shares,) * len(popularity), "prediction": None}
+                cost = step_cost(table_plan(problem, table, configuration).model_copy(update=known))
+                fixed = sum(cost.parts_s.get(name, 0.0) for name in FIXED)
+                layers[layer] = min(layers[layer], (cost.step_s - fixed) / len(popularity))
+    each = [
+        group.model_copy(update={"first_layer": layer, "num_layers": 1, "homes": homes_text(problem.cluster, home)})
+        for layer, home in enumerate(owner)
+    ]
+    plan = table_plan(problem, table, configuration)
+    return fixed + sum(layers), plan.model_copy(update={"layers": tuple(each), "popularity": popularity, "prediction": None})
