@@ -39,7 +39,9 @@ def home_table(cluster: Cluster, num_experts: int, homes: Mapping[str, str]) -> 
 
 
 def homes_text(cluster: Cluster, home: IntArray) -> dict[str, str]:
-    """What ``home_table`` turns into ``home`` ([E] ranks): a line for each rank that has experts."""
+    """What ``home_table`` turns into ``home`` ([E] ranks): a line for each rank that has experts, or none for its blocks."""
+    if np.array_equal(home, home_blocks(cluster, len(home))):
+        return {}
     return {
         cluster.worker_name(cluster.location(int(rank))): format_experts(np.flatnonzero(home == rank)) for rank in np.unique(home)
     }

@@ -132,3 +132,17 @@ def owners(cluster: Cluster, workload: Workload) -> tuple[IntArray, IntArray]:
     first = np.repeat(inside * np.arange(len(sequences)), sequences)
     rank = (first + np.arange(inside)[:, None]).ravel()
     return rank, np.tile(np.concatenate([np.arange(number) for number in sequences]), inside)
+
+
+def spread(loads: FloatArray, room: IntArray, group: IntArray) -> IntArray:
+    """[N]: into which of B bins each of these ``loads`` ([N]) goes: the largest first, each into the bin that has least of those
+    with ``room`` left ([B], for so many of them), then of the group of bins ([B]) that has least, then the first."""
+    of_bin, of_group, left = np.zeros(len(room)), np.zeros(int(group.max()) + 1), room.copy()
+    found = np.empty(len(loads), dtype=np.int64)
+    for item in np.argsort(-loads, kind="stable"):
+        free = np.flatnonzero(left)
+        found[item] = chosen = free[np.lexsort((free, of_group[group[free]], of_bin[free]))[0]]
+        left[chosen] -= 1
+        of_bin[chosen] += loads[item]
+        of_group[group[chosen]] += loads[item]
+    return found

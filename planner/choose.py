@@ -148,7 +148,7 @@ def plans(
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)
     by_table = by_site(cluster, workload) or dear or constraints is not None
-    if home is not None and not by_table:
+    if home is not None and not (by_table or popularity):
         raise UserError("homes of experts are given between sites that differ; leave them out")
     # Alike sites: equal domains or a table, whichever is better. Copies ahead, and placements by layer, know equal domains there.
     either = not by_table and cluster.sizes[0] >= FEW_SITES and not ahead and not popularity
@@ -174,8 +174,9 @@ def plans(
             raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
 
         def measured(schedule: Schedule) -> list[Plan]:
-            if not by_table or (cluster.num_gpus > MOST_RANKS and home is None):
-                return plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
+            if not by_table or cluster.num_gpus > MOST_RANKS:
+                by_layer = partial(plans_measured, schedule=schedule, codecs=codecs, free_homes=free_homes, home=home)
+                return by_layer(cluster, workload, popularity, count)
             limit_s = time_limit_s / len(numbers(most_chunks))
             limited = partial(plans_popular, solver=solver, time_limit_s=limit_s, free_homes=free_homes, home=home)
             return limited(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)

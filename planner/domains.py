@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Mapping, Sequence
+from itertools import groupby, product
 
 import numpy as np
 
@@ -39,6 +40,16 @@ def all_choices(cluster: Cluster, num_experts: int, max_steps: int) -> tuple[dic
     return tuple(dict(zip(names, combination, strict=True)) for combination in product(*choices))
 
 
+def joined(groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
+    """Of single layers, in their order: neighbouring ones that do the same are one group."""
+
+    def decided(group: LayerGroup) -> object:
+        return group.model_copy(update={"first_layer": 0})
+
+    together = (list(same) for _, same in groupby(groups, key=decided))
+    return tuple(alike[0].model_copy(update={"num_layers": len(alike)}) for alike in together)
+
+
 def layer_group(
     first: int,
     count: int,
@@ -46,6 +57,7 @@ def layer_group(
     residency: Residency,
     serving: tuple[ServingGroup, ...] = (),
     *,
+    homes: Mapping[str, str] | None = None,
     recompute: Recompute = Recompute.NOTHING,
 ) -> LayerGroup:
     """Of a plan file; ratios only where something is copied."""
@@ -57,4 +69,5 @@ def layer_group(
         residency=residency,
         recompute=recompute,
         serving=serving,
+        homes=dict(homes or {}),
     )

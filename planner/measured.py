@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +11,16 @@ import numpy as np
 from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError
-from hybridep.plan import Plan, Schedule, SolverReport, Status
+from hybridep.homes import homes_text
+from hybridep.placement import home_blocks
+from hybridep.plan import LayerGroup, Plan, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
+from hybridep.recompute import Recompute
+from hybridep.shares import spread
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import elapsed_s
+from planner.domains import joined
 from planner.memory import TOLERANCE
 from planner.plans import predict, seconds
 from planner.problem import TIE, Problem, build_problem, ways_again
@@ -38,10 +42,13 @@ def plans_measured(
     *,
     schedule: Schedule | None = None,
     codecs: Mapping[str, Codecs] | None = None,
+    free_homes: bool = False,
+    home: IntArray | None = None,
 ) -> list[Plan]:
     """At most ``count`` plans of equal domains per level, the fastest first, for experts of this ``popularity`` ([layers][E]
     shares). The first chooses for each MoE layer anew, the others have one configuration in all layers, and no solver's report.
-    ``codecs`` by level name, exact where absent.
+    ``codecs`` by level name, exact where absent. ``free_homes``: layers may also spread popular experts over sites and ranks;
+    ``home``: where experts live ([layers, E] ranks).
 
     Times add up over layers, so the fastest of each layer together are the fastest plan, if they fit the memory. If not, layers
     have what saves most for the memory it takes, from a configuration that fits in all layers on, and the gap to the former is
@@ -49,15 +56,23 @@ def plans_measured(
     """
     asked_s = elapsed_s()
     make = partial(build_problem, cluster, workload, schedule or Schedule(), codecs=codecs)
+    blocks = home_blocks(cluster, workload.model.num_experts)
+    homes = [[blocks] * len(popularity) if home is None else list(home)]
+    if free_homes and home is None and np.ptp(cluster.home_weights) == 0:
+        homes.append([spread_homes(cluster, np.asarray(shares), blocks) for shares in popularity])
+
+    def problems(recompute: tuple[Recompute, ...]) -> list[list[Problem]]:
+        layers = [list(zip(popularity, each, strict=True)) for each in homes]
+        return [[make(shares, recompute=recompute, home=one) for shares, one in each] for each in layers]
+
     nothing, *ways = ways_again(workload.model)
-    kept = [make(shares, recompute=nothing) for shares in popularity]
+    kept = problems(nothing)
     found, errors = list[list[Plan]](), list[InfeasibleError]()
     # Where some layer is short of memory, layers may compute again in all ways but the first, which is a part of others.
-    is_short = any(problem.is_short_of_memory for problem in kept)
+    is_short = any(problem.is_short_of_memory for each in kept for problem in each)
     for way in ways if is_short else [nothing]:
-        problems = [make(shares, recompute=way) for shares in popularity] if is_short else kept
         try:
-            found.append(_by_layer(problems, popularity, count))
+            found.append(_by_layer(problems(way) if is_short else kept, homes, popularity, count))
         except InfeasibleError as error:
             errors.append(error)
     if not found:
@@ -65,7 +80,8 @@ def plans_measured(
     first, *others = min(found, key=lambda plans: plans[0].predicted.step)
     step_s = first.predicted.step
     # Of plans that compute nothing again, nothing is faster than what keeps all.
-    bound_s = min(kept[0].fixed_s + sum(float(problem.layer_s.min()) for problem in kept), step_s)
+    least_s = [min(float(problem.layer_s.min()) for problem in same) for same in zip(*kept, strict=True)]
+    bound_s = min(kept[0][0].fixed_s + sum(least_s), step_s)
     report = SolverReport(
         status=Status.OPTIMAL if gap(step_s, bound_s) <= PROVEN_GAP else Status.FEASIBLE,
         solver="by layer",
@@ -77,28 +93,53 @@ def plans_measured(
     return [first.model_copy(update={"solver": report}), *others]
 
 
-def _by_layer(problems: Sequence[Problem], popularity: Sequence[tuple[float, ...]], count: int) -> list[Plan]:
-    """As `plans_measured`, of problems that may compute the same again, one for each layer, and without a report."""
-    # Layers differ in time and memory, not in which configurations there are: those follow from counts of experts.
-    layer_s = np.array([problem.layer_s for problem in problems])
-    lasting = np.array([problem.lasting_bytes for problem in problems])
-    passing = np.array([problem.passing_bytes for problem in problems])
-    first = problems[0]
+def spread_homes(cluster: Cluster, shares: FloatArray, home: IntArray, site: IntArray | None = None) -> IntArray:
+    """[E] ranks: as many experts on each as with ``home`` ([E]), of which popular ones (by their ``shares``, [E]) are spread over
+    sites, or live at these (``site``, [E]), and over each site's ranks."""
+    inside = cluster.ranks_per_site
+    room = np.bincount(home, minlength=cluster.num_gpus).reshape(-1, inside)
+    if site is None:
+        site = spread(shares, room.sum(axis=1), np.arange(len(room)))
+    found = np.empty_like(home)
+    for one in np.unique(site).tolist():
+        own = np.flatnonzero(site == one)
+        found[own] = one * inside + spread(shares[own], room[one], np.zeros(inside, dtype=np.int64))
+    return found
 
+
+def _by_layer(
+    problems: Sequence[Sequence[Problem]],
+    homes: Sequence[Sequence[IntArray]],
+    popularity: Sequence[tuple[float, ...]],
+    count: int,
+) -> list[Plan]:
+    """As `plans_measured`, of problems that may compute the same again, [homes][layers], and without a report."""
+
+    # Layers differ in time and memory, not in which configurations there are: those follow from counts of experts.
+    def of_all(figures: Callable[[Problem], FloatArray]) -> FloatArray:
+        """[layers, homes and candidates, ...]"""
+        return np.concatenate([[figures(problem) for problem in each] for each in problems], axis=1)
+
+    layer_s = of_all(lambda problem: problem.layer_s)
+    first = problems[0][0]
     memory = _Memory(
-        lasting, passing, first.fixed_lasting_bytes, first.fixed_passing_bytes, first.capacity_bytes * (1 + TOLERANCE)
+        of_all(lambda problem: problem.lasting_bytes),
+        of_all(lambda problem: problem.passing_bytes),
+        first.fixed_lasting_bytes,
+        first.fixed_passing_bytes,
+        first.capacity_bytes * (1 + TOLERANCE),
     )
 
+    def group_of(layer: int, chosen: int) -> LayerGroup:
+        which, candidate = divmod(chosen, len(first.candidates))
+        made = first.candidates[candidate].group(layer, 1)
+        return made.model_copy(update={"homes": homes_text(first.cluster, homes[which][layer])})
+
     def made_of(chosen: Sequence[int]) -> Plan:
-        groups, layer = [], 0
-        for candidate, same in groupby(chosen):
-            number = len(list(same))
-            groups.append(first.candidates[candidate].group(layer, number))
-            layer += number
         made = Plan(
             cluster=first.cluster,
             workload=first.workload,
-            layers=tuple(groups),
+            layers=joined([group_of(layer, one) for layer, one in enumerate(chosen)]),
             codecs=first.codecs,
             popularity=tuple(popularity),
             schedule=first.schedule,
@@ -108,7 +149,7 @@ def _by_layer(problems: Sequence[Problem], popularity: Sequence[tuple[float, ...
 
     best = [int(np.argmax(times <= times.min() * (1 + TIE))) for times in layer_s]
     by_time = np.argsort(layer_s.sum(axis=0), kind="stable").tolist()
-    alike = [each for c in by_time if memory.fits(each := [c] * len(problems))]
+    alike = [each for c in by_time if memory.fits(each := [c] * len(popularity))]
     if not memory.fits(best):
         if not alike:
             raise InfeasibleError(missing_memory(first))

@@ -13,7 +13,7 @@ from itertools import product
 
 import numpy as np
 
-from hybridep.arrays import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs, level_codecs
 from hybridep.gating import gating
 from hybridep.placement import LevelChoice, place
@@ -220,11 +220,13 @@ def build_problem(
     goal: Goal = FASTEST,
     *,
     recompute: tuple[Recompute, ...] | None = None,
+    home: IntArray | None = None,
 ) -> Problem:
     """All candidates of a cluster and workload with their times and memory, for a layer whose experts have this popularity (all
     alike where it is not given). ``codecs`` by level name, exact where absent. ``recompute``: one of ``ways_again``; that with
-    the best configuration for all layers, if nothing is said."""
-    problems = build_problems(cluster, workload, schedule, popularity, codecs, goal, recompute=recompute)
+    the best configuration for all layers, if nothing is said. ``home``: where experts live ([E] ranks), in place of blocks, which
+    `Candidate.group` does not know."""
+    problems = build_problems(cluster, workload, schedule, popularity, codecs, goal, recompute=recompute, home=home)
 
     def value(problem: Problem) -> float:
         best = problem.best_uniform()
@@ -242,10 +244,11 @@ def build_problems(
     goal: Goal = FASTEST,
     *,
     recompute: tuple[Recompute, ...] | None = None,
+    home: IntArray | None = None,
 ) -> list[Problem]:
     """One problem, or one for each way in which layers may compute again where memory is short: the best plan is that of one of
     them."""
-    make = partial(_problem, cluster, workload, schedule, popularity, codecs, goal)
+    make = partial(_problem, cluster, workload, schedule, popularity, codecs, goal, home)
     if recompute is not None:
         return [make(recompute)]
     first, *others = ways_again(workload.model)
@@ -268,6 +271,7 @@ def _problem(
     popularity: tuple[float, ...] | None,
     codecs: Mapping[str, Codecs] | None,
     goal: Goal,
+    own: IntArray | None,
     recompute: tuple[Recompute, ...],
 ) -> Problem:
     coded = level_codecs([level.name for level in cluster.levels], codecs or {})
@@ -276,12 +280,12 @@ def _problem(
     experts = workload.model.num_experts
     expected = gating(workload, popularity, cluster)
     candidates = []
-    home = place(cluster, experts, {})
+    home = place(cluster, experts, {}, home=own)
     home_experts = home.num_at_home * workload.model.num_moe_layers
     dense = recompute[0]
     fixed = {one: fixed_memory(cluster, workload, home_experts, coded, dense=dense, some=one) for one in recompute}
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
-        placement = place(cluster, experts, choices, hotness=popularity)
+        placement = place(cluster, experts, choices, hotness=popularity, home=own)
         traffic = layer_traffic(placement, workload, expected, coded, schedule.chunks)
         copies = int(placement.holds.sum()) - experts
         coding_s = layer_coding(cluster.gpu, placement, workload, expected, coded)

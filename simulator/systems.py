@@ -19,6 +19,7 @@ from hybridep.placement import home_blocks
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
 from hybridep.serving import serving_groups
+from hybridep.shares import spread
 from hybridep.topology import Cluster
 from hybridep.units import counted
 from simulator.errors import SimulationError
@@ -144,16 +145,5 @@ def _spread(plan: Plan, loads: FloatArray) -> dict[str, object]:
 def spread_homes(cluster: Cluster, loads: FloatArray) -> IntArray:
     """[E]: the hottest expert first, each to the least loaded rank that has room (then site, then order); as many places per
     rank as with homes in blocks. loads: [E]."""
-    ranks, sites = cluster.num_gpus, cluster.sizes[0]
-    room = np.bincount(home_blocks(cluster, loads.size), minlength=ranks)
-    of_rank, of_site = np.zeros(ranks), np.zeros(sites)
-    site = np.arange(ranks) // cluster.ranks_per_site
-    home = np.empty(loads.size, dtype=np.int64)
-    for expert in np.argsort(-loads, kind="stable"):
-        free = np.flatnonzero(room)
-        rank = free[np.lexsort((free, of_site[site[free]], of_rank[free]))[0]]
-        home[expert] = rank
-        room[rank] -= 1
-        of_rank[rank] += loads[expert]
-        of_site[site[rank]] += loads[expert]
-    return home
+    room = np.bincount(home_blocks(cluster, loads.size), minlength=cluster.num_gpus)
+    return spread(loads, room, np.arange(cluster.num_gpus) // cluster.ranks_per_site)

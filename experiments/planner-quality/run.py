@@ -142,7 +142,7 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
     started, until_s = time.process_time(), now_s() + config["time_limit_s"]
     best = plans(cluster, workload, config["top"], time_limit_s=SEARCHED * config["time_limit_s"], free_homes=True)
     plan_s = time.process_time() - started
-    choice = choose(best, None, until_s=until_s, most=most_simulated(cluster, config["time_limit_s"]))
+    choice = choose(best, None, until_s=until_s, most=most_simulated(best, config["time_limit_s"]))
     found = {other: other_plan(problem, other) for other in OTHERS} | {"searched_domains": searched_domains(problem)}
     ours, (chosen, simulated_s) = best[0], by_simulation(best, [])
     least_s = simulated_s[0]

@@ -1,8 +1,8 @@
 """Between sites that differ, what does it bring to plan for experts whose popularity is known, layer by layer?
 
-The plan made for it is set beside the best equal domains chosen for it layer by layer, and beside the plan made as if all experts
-were alike, which then meets them as they are; by cost and simulated. What the same search finds with experts at home in even
-blocks, and what one site alone takes, stand beside them.
+The plan that ``hybridep plan --routing`` makes for it is set beside the best equal domains chosen for it layer by layer, and
+beside the plan made as if all experts were alike, which then meets them as they are; by cost and simulated. What the same search
+finds with experts at home in even blocks, and what one site alone takes, stand beside them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import yaml
 
 import planner
 from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.commands.plan_choice import planned
 from hybridep.commands.tables import write_provenance, write_rows
 from hybridep.plan import Plan
 from hybridep.workload import Workload
@@ -52,11 +53,9 @@ def main() -> int:
 def row_of(config: dict[str, Any], name: str, concentration: float) -> dict[str, Any]:
     cluster, workload, limit_s = load_cluster(name), load_workload(config["model"]), config["time_limit_s"]
     popularity = drawn(workload, concentration, config["seed"])
-    made, even = (
-        planner.plan(cluster, workload, popularity=popularity, time_limit_s=limit_s, free_homes=free) for free in (True, False)
-    )
+    made, even = (planned(cluster, workload, limit_s, popularity=popularity, free_homes=free) for free in (True, False))
     [domains] = plans_measured(cluster, workload, popularity)
-    unknown = planner.plan(cluster, workload, time_limit_s=limit_s, free_homes=True).with_popularity(popularity)
+    unknown = planned(cluster, workload, limit_s).with_popularity(popularity)
     row = {"cluster": Path(name).stem, "concentration": concentration, "largest_share": f"{max(map(max, popularity)):.3f}"}
     for kind, plan in (("plan", made), ("domains", domains), ("unknown", unknown), ("even", even)):
         row |= {f"{kind}_s": f"{planner.step_cost(plan).step_s:.4g}", f"simulated_{kind}_s": f"{simulate_step(plan).step_s:.4g}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -62,22 +63,33 @@ def decides(cluster: Cluster, workload: Workload) -> bool:
     return by_site(cluster, workload) and few and cluster.gpu.sharing == 1
 
 
-def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0, *, free_homes: bool = True) -> Plan:
+def planned(
+    cluster: Cluster,
+    workload: Workload,
+    time_limit_s: float = 60.0,
+    *,
+    free_homes: bool = True,
+    popularity: Sequence[tuple[float, ...]] = (),
+) -> Plan:
     """What ``hybridep plan`` makes of these without further wishes. Raises what the planner raises."""
     import planner
 
+    make = partial(planner.plans, cluster, workload, popularity=popularity, free_homes=free_homes)
     if not decides(cluster, workload):
-        return planner.plan(cluster, workload, time_limit_s=time_limit_s, free_homes=free_homes)
+        return make(1, time_limit_s=time_limit_s)[0]
     started_s = now_s()
-    made = planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s, free_homes=free_homes)
-    most = most_simulated(cluster, time_limit_s)
-    return choose(made, None, until_s=started_s + time_limit_s, most=most).plan
+    made = make(CANDIDATES, time_limit_s=SEARCHED * time_limit_s)
+    return choose(made, None, until_s=started_s + time_limit_s, most=most_simulated(made, time_limit_s)).plan
 
 
-def most_simulated(cluster: Cluster, time_limit_s: float, *, ahead: bool = False) -> int:
-    """Plans, perhaps with copies ``ahead``, that simulations' share of the limit has time for, two at least. A count, because
-    what a deadline cuts off differs from run to run."""
-    each_s = SECONDS_PER_PAIR * cluster.sizes[0] ** 2 * (AHEAD_TAKES if ahead else 1)
+def most_simulated(plans: Sequence[Plan], time_limit_s: float) -> int:
+    """How many of these plans simulations' share of the limit has time for, two at least. A count, because what a deadline cuts
+    off differs from run to run."""
+    each_s = SECONDS_PER_PAIR * plans[0].cluster.sizes[0] ** 2
+    if any(one.schedule.prefetch for one in plans):
+        each_s *= AHEAD_TAKES
+    if plans[0].popularity:
+        each_s *= len(plans[0].popularity) / SHORT_LAYERS
     return max(2, min(CANDIDATES, int((1 - SEARCHED) * time_limit_s / each_s)))
 
 

@@ -63,12 +63,11 @@ class PlanRequest:
 
         if self.simulate is not None:
             return self.simulate
-        plain = self._by_time and self.top == 1 and self.record is None
-        return plain and plan_choice.decides(self.cluster, self.workload)
+        return self._by_time and self.top == 1 and plan_choice.decides(self.cluster, self.workload)
 
     def recorded(self) -> Sequence[Routing]:
-        """Steps whose every choice is known."""
-        return [] if self.record is None else self.record.steps(self.workload)
+        """Steps whose every choice is known, where simulations are asked for; else these have the popularity that plans have."""
+        return self.record.steps(self.workload) if self.record is not None and self.simulate else []
 
     def searched(self, time_limit_s: float, report: Any = None) -> dict[str, Any]:
         """Arguments of ``planner.plan`` and ``planner.plans``."""
@@ -176,7 +175,7 @@ def _chosen_by_simulation(request: PlanRequest) -> MadePlans:
             request.rules,
             request.recorded(),
             until_s=started_s + limit_s,
-            most=plan_choice.most_simulated(request.cluster, limit_s, ahead=request.prefetch),
+            most=plan_choice.most_simulated(plans, limit_s),
         )
     except KeyboardInterrupt:
         return MadePlans(plans=plans[:1])
@@ -199,12 +198,12 @@ def _ordered_by_simulation(request: PlanRequest) -> MadePlans:
 
 
 def _several(request: PlanRequest, count: int, time_limit_s: float) -> list[Plan]:
-    """Plans to be simulated, ``count`` at most, which the request's record must fit."""
+    """Plans to be simulated, ``count`` at most; a record must fit them where its steps are."""
     import planner
     from hybridep.commands.plan_progress import PlanProgress
 
     with PlanProgress() as progress:
         plans = planner.plans(request.cluster, request.workload, count, **request.searched(time_limit_s, progress))
-    if request.record is not None:
+    if request.record is not None and request.simulate:
         request.record.require(plans[0], Path(str(request.record_path)))
     return plans

@@ -170,8 +170,8 @@ def table_plan(problem: SiteProblem, table: IntArray, configuration: Configurati
     """The plan with this serving table ([D, E]) in all MoE layers, with its prediction and without a solver's report."""
     choices, serving = problem.choices(configuration.inside), serving_groups(problem.cluster, table)
     layers, residency = problem.workload.model.num_moe_layers, configuration.residency
-    homes = {} if problem.has_default_homes else homes_text(problem.cluster, problem.home)
-    group = layer_group(0, layers, choices, residency, serving, recompute=problem.recompute).model_copy(update={"homes": homes})
+    homes = homes_text(problem.cluster, problem.home)
+    group = layer_group(0, layers, choices, residency, serving, homes=homes, recompute=problem.recompute)
     made = Plan(
         cluster=problem.cluster,
         workload=problem.workload,

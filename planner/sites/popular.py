@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, groupby
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +31,9 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import elapsed_s, now_s
 from planner.cost import block_times, layer_coding, layer_cost, layer_traffic
-from planner.domains import all_choices, layer_group
+from planner.domains import all_choices, joined, layer_group
 from planner.exchange import ExchangeTimes
-from planner.measured import plans_measured
+from planner.measured import plans_measured, spread_homes
 from planner.memory import memory_use
 from planner.plans import predict, solver_report
 from planner.problem import MAX_COPY_STEPS, build_problem, ways_again
@@ -101,10 +102,15 @@ def plans_popular(
     schedule = schedule or Schedule()
     domains: list[Plan] = []
     # Follows from the limit, not from the clock, so that two runs do the same.
-    in_time = home is None and domains_in_time(cluster, workload, popularity[0], schedule, codecs, time_limit_s)
+    in_time = home is None and domains_in_time(
+        cluster, workload, popularity[0], schedule, codecs, time_limit_s, free_homes=free_homes
+    )
+    measured = partial(
+        plans_measured, cluster, workload, popularity, count, schedule=schedule, codecs=codecs, free_homes=free_homes
+    )
     if in_time:
         with suppress(InfeasibleError):
-            domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
+            domains = measured()
     spent_s = now_s() - started
     found: list[Plan] = []
     try:
@@ -124,21 +130,23 @@ def plans_popular(
             raise
     # What was compiled meanwhile counts to no limit; and how many moves walks have follows from the limit, not from what is left.
     begun = now_s() - SEARCHED * time_limit_s - spent_s
+    given = home
     if home is None:
         placement = next((one.placements[0] for one in found if one.layers[0].serving), None)
         blocks = home_blocks(cluster, workload.model.num_experts) if placement is None else placement.home
         home = np.tile(blocks, (len(popularity), 1))
     problem = site_problem(cluster, workload, schedule, codecs=codecs, home=np.sort(home[0]))
-    layers = [_Layer(problem, *layer) for layer in zip(range(len(popularity)), popularity, home, strict=True)]
-    share, until_s = min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s
     anywhere = free_homes and np.ptp(cluster.home_weights) == 0
+    numbered = zip(range(len(popularity)), popularity, home, strict=True)
+    layers = [_Layer(problem, *layer, free=anywhere) for layer in numbered]
+    share, until_s = min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s
     fitting: list[Plan] = []
     for variant in _variants(layers, _choices(problem, found), share, until_s, anywhere=anywhere):
         made = _plan(layers, variant)
         if len(fitting) < count and made.digest not in {one.digest for one in fitting} and memory_use(made).fits:
             fitting.append(made.model_copy(update={"prediction": predict(made)}))
     if not fitting and not in_time:
-        domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
+        domains = measured(home=given)
     plans = sorted((*domains, *fitting), key=lambda one: one.predicted.step)
     if not plans:
         # As if all experts were alike they fit; where popular ones are, they do not.
@@ -167,10 +175,12 @@ def domains_in_time(
     schedule: Schedule,
     codecs: Mapping[str, Codecs] | None,
     time_limit_s: float,
+    *,
+    free_homes: bool = False,
 ) -> bool:
     """Whether ``plans_measured`` has time; ``shares``: of one layer, by which it is told whether memory is short."""
     model, share_s = workload.model, DOMAINS * time_limit_s
-    number = 2 * len(all_choices(cluster, model.num_experts, MAX_COPY_STEPS))
+    number = (4 if free_homes else 2) * len(all_choices(cluster, model.num_experts, MAX_COPY_STEPS))
     takes_s = number * model.num_moe_layers * (EACH_S + DOMAINS_S * cluster.num_gpus * model.num_experts)
     if not takes_s <= share_s < AGAIN * takes_s:
         return takes_s <= share_s
@@ -187,10 +197,12 @@ def _choices(problem: SiteProblem, found: Sequence[Plan]) -> list[_Choice]:
 
 
 class _Layer:
-    """One MoE layer, whose experts are chosen with ``shares`` ([E]) and live on the ranks ``home`` ([E])."""
+    """One MoE layer, whose experts are chosen with ``shares`` ([E]) and live on the ranks ``home`` ([E]), or as many on each if
+    they are ``free``."""
 
-    def __init__(self, problem: SiteProblem, number: int, shares: Sequence[float], home: IntArray) -> None:
-        self.problem, self.number, self.shares, self.home = problem, number, np.asarray(shares), home
+    def __init__(self, problem: SiteProblem, number: int, shares: Sequence[float], home: IntArray, *, free: bool) -> None:
+        self.problem, self.number, self.shares, self.home, self.free = problem, number, np.asarray(shares), home, free
+        self._homes: dict[bytes, IntArray] = {}
         self._network = ExchangeTimes(cluster=problem.cluster, streams=problem.schedule.streams)
         self._gating = gating(problem.workload, tuple(shares), problem.cluster)
 
@@ -206,14 +218,18 @@ class _Layer:
         problem, configuration = self.problem, choice.configuration
         cluster, table, owner = problem.cluster, np.empty_like(choice.table), np.empty_like(problem.home_site)
         table[:, choice.expert], owner[choice.expert] = choice.table, problem.home_site
-        home = self.home
-        if (owner != home // problem.num_inside).any():
-            home = np.empty_like(home)
-            home[np.argsort(owner, kind="stable")] = problem.home
-        homes = {} if np.array_equal(home, home_blocks(cluster, problem.num_experts)) else homes_text(cluster, home)
-        choices, serving = problem.choices(configuration.inside), serving_groups(cluster, table)
-        made = layer_group(self.number, 1, choices, configuration.residency, serving, recompute=choice.recompute)
-        return made.model_copy(update={"homes": homes})
+        homes, serving = homes_text(cluster, self._homes_at(owner)), serving_groups(cluster, table)
+        choices, residency = problem.choices(configuration.inside), configuration.residency
+        return layer_group(self.number, 1, choices, residency, serving, homes=homes, recompute=choice.recompute)
+
+    def _homes_at(self, site: IntArray) -> IntArray:
+        """[E] ranks of experts that live at these sites ([E])."""
+        if not self.free:
+            return self.home
+        key = site.tobytes()
+        if key not in self._homes:
+            self._homes[key] = spread_homes(self.problem.cluster, self.shares, self.home, site)
+        return self._homes[key]
 
     def seconds(self, choice: _Choice) -> float:
         """Its share of a step."""
@@ -310,21 +326,11 @@ def best_places(home_site: IntArray, table: IntArray, shares: FloatArray, rate: 
 
 
 def _plan(layers: Sequence[_Layer], choices: Sequence[_Choice]) -> Plan:
-    """Neighbouring layers that do the same are one group."""
     problem = layers[0].problem
-
-    def decided(group: LayerGroup) -> object:
-        return group.model_copy(update={"first_layer": 0})
-
-    groups: list[LayerGroup] = []
-    each = [layer.group(one) for layer, one in zip(layers, choices, strict=True)]
-    for _, same in groupby(each, key=decided):
-        alike = list(same)
-        groups.append(alike[0].model_copy(update={"num_layers": len(alike)}))
     return Plan(
         cluster=problem.cluster,
         workload=problem.workload,
-        layers=tuple(groups),
+        layers=joined([layer.group(one) for layer, one in zip(layers, choices, strict=True)]),
         popularity=tuple(tuple(layer.shares.tolist()) for layer in layers),
         schedule=problem.schedule,
         codecs=problem.codecs_by_level,

@@ -107,11 +107,6 @@ class SiteProblem:
         return binding(self.cluster, self.num_experts, self.constraints, self.home)
 
     @cached_property
-    def has_default_homes(self) -> bool:
-        """Homes are where the cluster has them by itself."""
-        return np.array_equal(self.home, home_blocks(self.cluster, self.num_experts))
-
-    @cached_property
     def home_site(self) -> IntArray:
         """[E]."""
         return self.home // self.num_inside

@@ -84,8 +84,7 @@ def test_after_the_time_limit_only_two_are_simulated(plans: list[Plan]) -> None:
 
 
 def test_how_many_are_simulated_depends_on_the_limit_and_which_on_what_is_expected(plans: list[Plan]) -> None:
-    cluster = plans[0].cluster
-    counts = [most_simulated(cluster, limit_s) for limit_s in (1e-3, 1.0, 60.0)]
+    counts = [most_simulated(plans, limit_s) for limit_s in (1e-3, 1.0, 60.0)]
     assert counts[0] == 2 < counts[1] < counts[2] == CANDIDATES
     allowed = [one for one in plans if cost_s(one) <= least_of_others_s(plans[0], None)]
     steps_s = [simulated_s(one) for one in shortened(allowed)]
