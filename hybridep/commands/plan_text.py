@@ -72,10 +72,13 @@ def _show_placement(made: Plan, whole: bool) -> None:
     console.print(Text.assemble((made.workload.name, "bold"), " on ", (cluster.name, "bold"), counts))
     if not alike_ranks(cluster, made.workload):
         console.print(f"  {_ranks(made)}")
+    said = ""
     for group in made.layers:
         console.print(f"  {placed_text(cluster.levels[0].name, group, served=not whole)}")
-        if group.homes:
-            console.print(f"    {_homes(made, group)}")
+        homes = _homes(made, group) if group.homes else ""
+        if homes and homes != said:
+            console.print(f"    {homes}")
+        said = homes
         for one in group.serving if whole else ():
             holders = ", ".join(f"{site} ({experts})" for site, experts in one.holders.items())
             console.print(f"    tokens of {', '.join(one.sites)}: experts at {holders}")

@@ -141,7 +141,7 @@ def plans_popular(
     layers = [_Layer(problem, *layer, free=anywhere) for layer in numbered]
     share, until_s = min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s
     fitting: list[Plan] = []
-    for variant in _variants(layers, _choices(problem, found), share, until_s, anywhere=anywhere):
+    for variant in _variants(layers, _choices(problem, found), share, until_s, anywhere=anywhere, several=count > 1):
         made = _plan(layers, variant)
         if len(fitting) < count and made.digest not in {one.digest for one in fitting} and memory_use(made).fits:
             fitting.append(made.model_copy(update={"prediction": predict(made)}))
@@ -206,9 +206,13 @@ class _Layer:
         self._network = ExchangeTimes(cluster=problem.cluster, streams=problem.schedule.streams)
         self._gating = gating(problem.workload, tuple(shares), problem.cluster)
 
+    def plain(self, choice: _Choice) -> _Choice:
+        """With experts in the order of their homes."""
+        return choice._replace(expert=np.argsort(self.home, kind="stable"))
+
     def suited(self, choice: _Choice, *, anywhere: bool = False) -> _Choice:
         """With experts of one home exchanged, or of all."""
-        expert, home = np.argsort(self.home, kind="stable"), self.problem.home_site
+        expert, home = self.plain(choice).expert, self.problem.home_site
         together = np.zeros_like(home) if anywhere else home
         places = best_places(together, choice.table, self.shares[expert], self.problem.slower_bytes_per_s[home])
         return choice._replace(expert=expert[places])
@@ -244,10 +248,11 @@ class _Layer:
 
 
 def _variants(
-    layers: Sequence[_Layer], choices: Sequence[_Choice], share: float, until_s: float, *, anywhere: bool
+    layers: Sequence[_Layer], choices: Sequence[_Choice], share: float, until_s: float, *, anywhere: bool, several: bool
 ) -> list[list[_Choice]]:
-    """A table for each layer, in several ways, the shortest step first: where walks end; the best of what they begin at; and each
-    of ``choices`` in all layers. Experts of different homes may be exchanged, too (``anywhere``)."""
+    """A table for each layer, in several ways, the shortest step first: where walks end, and begin, the best ones and each of
+    their kind; and each of ``choices`` in all layers, if there are to be ``several`` plans without exchanges, too. Experts of
+    different homes may be exchanged (``anywhere``)."""
     if not choices:
         return []
     problem = layers[0].problem
@@ -265,12 +270,13 @@ def _variants(
         [min((layer.suited(one, anywhere=way) for one in inside[place]), key=layer.seconds) for place, way in row]
         for layer, row in zip(layers, tables, strict=True)
     ]
-    chosen = [starts]
-    if walks_help(problem):
-        chosen.append(_walked(layers, starts, share, until_s))
-    for ends in chosen:
-        best_ends = [min(some, key=layer.seconds) for layer, some in zip(layers, ends, strict=True)]
-        found.append((best_ends, sum(layer.seconds(one) for layer, one in zip(layers, best_ends, strict=True))))
+    rows = [[layer.plain(one) for layer in layers] for one in choices] if several else []
+    for ends in (starts, _walked(layers, starts, share, until_s)) if walks_help(problem) else (starts,):
+        rows += [
+            [min(some, key=layer.seconds) for layer, some in zip(layers, ends, strict=True)],
+            *map(list, zip(*ends, strict=True)),
+        ]
+    found += [(row, sum(map(_Layer.seconds, layers, row))) for row in rows]
     return [variant for variant, _ in sorted(found, key=lambda one: one[1])]
 
 

@@ -10,14 +10,18 @@ from planner_cases import dense_workload, make_cluster, make_workload, two_sites
 
 import planner
 from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
+from hybridep.commands.inputs import cluster_and_workload
+from hybridep.placement import home_blocks
 from hybridep.plan import Plan, Schedule, Status
 from hybridep.recompute import Recompute
 from planner.check import check
 from planner.choose import plan, plans
 from planner.cost import step_cost
 from planner.domains import layer_group
+from planner.measured import spread_homes
 from planner.memory import memory_use
 from planner.problem import Problem, build_problem, ways_again
+from simulator.step import simulate_step
 
 
 def shares(layers: int, experts: int, concentration: float, seed: int) -> tuple[tuple[float, ...], ...]:
@@ -52,6 +56,42 @@ def test_no_choice_of_configurations_is_faster(codecs: dict[str, Codecs]) -> Non
     )
     assert made.solver.objective == pytest.approx(best, rel=1e-9)
     check(made)
+
+
+def test_spread_homes() -> None:
+    cluster, shares = make_cluster(2, 2), np.array([0.3, 0.3, 0.15, 0.15, 0.04, 0.03, 0.02, 0.01])
+    blocks = home_blocks(cluster, 8)
+    assert spread_homes(cluster, shares, blocks).tolist() == [0, 2, 1, 3, 1, 3, 2, 0]
+    # Each at its site.
+    assert spread_homes(cluster, shares, blocks, blocks // 2).tolist() == [0, 1, 0, 1, 2, 3, 3, 2]
+
+
+def test_popular_experts_are_spread() -> None:
+    """Over sites and ranks, in each layer by itself where that is better than blocks: no choice of both is faster."""
+    cluster, workload = cluster_and_workload("lab-4dc", "tiny", ("model.num_layers=2",))
+    popularity = (tuple([0.15] * 4 + [0.4 / 12] * 12), (1 / 16,) * 16)
+    blocks = home_blocks(cluster, 16)
+    spread = [spread_homes(cluster, np.array(one), blocks) for one in popularity]
+    even, made = (plan(cluster, workload, popularity=popularity, free_homes=free) for free in (False, True))
+    assert step_s(made) < 0.97 * step_s(even) and simulate_step(made).step_s < 0.97 * simulate_step(even).step_s
+    check(made)
+    both = [
+        build_problem(cluster, workload, Schedule(), shares, home=home)
+        for shares, own in zip(popularity, spread, strict=True)
+        for home in (blocks, own)
+    ]
+    least_s = [min(both[layer].layer_s.min(), both[layer + 1].layer_s.min()) for layer in (0, 2)]
+    assert step_s(made) == pytest.approx(both[0].fixed_s + sum(least_s), rel=1e-9)
+    assert made.solver is not None and made.solver.status is Status.OPTIMAL
+    # Where experts are alike they stay.
+    assert made.layers[0].homes and not made.layers[-1].homes
+    given = np.array([placement.home for placement in made.placements])[::-1]
+    again = plan(cluster, workload, popularity=popularity, home=given)
+    assert [placement.home.tolist() for placement in again.placements] == given.tolist() and step_s(again) > step_s(made)
+
+
+def step_s(one: Plan) -> float:
+    return one.predicted.step
 
 
 def test_the_next_best_are_the_same_in_all_layers() -> None:
