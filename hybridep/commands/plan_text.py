@@ -198,13 +198,15 @@ def _serving(name: str, group: LayerGroup) -> str:
 
 
 def _homes(made: Plan, group: LayerGroup) -> str:
-    """At which sites no experts live, or how many do at others."""
+    """At which sites no experts live, or how many do at others, or that it is the same at all."""
     cluster = made.cluster
     home = home_table(cluster, made.workload.model.num_experts, group.homes) // cluster.ranks_per_site
     numbers = Counter(dict.fromkeys(range(cluster.sizes[0]), 0) | Counter(home.tolist()))
     none = [cluster.site_name(site) for site, number in numbers.items() if not number]
     if none:
         return f"experts' homes are chosen, none at {few(none)}"
+    if len({*numbers.values()}) == 1:
+        return "experts' homes are chosen: popular ones are spread over sites and ranks"
     (most, number), *_, (least, other) = numbers.most_common()
     return f"experts' homes are chosen: {number} at {cluster.site_name(most)}, {other} at {cluster.site_name(least)}"
 

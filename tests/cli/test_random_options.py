@@ -10,6 +10,7 @@ import yaml
 from cli_cases import Call, Inputs
 
 from hybridep.pipeline import load_any_plan
+from hybridep.routing import RoutingRecord
 
 LIMIT_S = 0.5
 OPTIONS = (
@@ -132,6 +133,21 @@ def workload_of(draw: Draw) -> dict[str, Any]:
     return {"name": "drawn", "model": model, "training": training}
 
 
+def record_of(rng: np.random.Generator, model: dict[str, Any]) -> RoutingRecord:
+    """How often experts were chosen, none by more than all tokens."""
+    tokens, experts = 1000, model["num_experts"]
+    order = rng.permuted(np.tile(np.arange(experts), (model["num_layers"] - model.get("num_dense_layers", 0), 1)), axis=1)
+    left, chosen = np.full(len(order), tokens * model["top_k"]), np.zeros(order.shape, dtype=np.int64)
+    for place, column in enumerate(order.T, start=1):
+        least = np.maximum(left - tokens * (experts - place), 0)
+        chosen[np.arange(len(order)), column] = own = np.maximum(
+            least, (np.minimum(left, tokens) * rng.random(len(order))).astype(np.int64)
+        )
+        left -= own
+    chosen[np.arange(len(order)), order[:, -1]] += left
+    return RoutingRecord(chosen=chosen)
+
+
 def rules_of(draw: Draw, cluster: dict[str, Any]) -> list[dict[str, Any]]:
     """One to three."""
     names = [site["name"] for site in cluster.get("sites", [{"name": "dc0"}])]
@@ -150,14 +166,19 @@ def rules_of(draw: Draw, cluster: dict[str, Any]) -> list[dict[str, Any]]:
 def check(seed: int, inputs: Inputs, call: Call, *, in_stages: bool = False) -> None:
     draw = Draw(seed)
     cluster = cluster_of(draw)
+    workload = workload_of(draw)
     arguments: list[object] = ["plan", inputs.write("c.yaml", yaml.safe_dump(cluster))]
-    arguments += [inputs.write("w.yaml", yaml.safe_dump(workload_of(draw))), "--time-limit", LIMIT_S]
+    arguments += [inputs.write("w.yaml", yaml.safe_dump(workload)), "--time-limit", LIMIT_S]
     if in_stages:
         arguments += ["--stages", draw.of("auto", "auto", "2", "3", "4")]
     for one in WITH_STAGES if in_stages else OPTIONS:
         arguments += one if draw.rng.random() < (0.4 if one == ("--fewer-sites",) else 0.1) else ()
     if draw.rng.random() < 0.25:
         arguments += ["--constraints", inputs.write("r.yaml", yaml.safe_dump({"rules": rules_of(draw, cluster)}))]
+    own = draw.rng.spawn(1)[0]
+    if own.random() < 0.2:
+        record_of(own, workload["model"]).save(inputs.folder / "routing.npz")
+        arguments += ["--routing", inputs.folder / "routing.npz"]
     plan = inputs.folder / "plan.yaml"
     result = call(*arguments, "-o", plan)
     written = sorted(inputs.folder.glob("plan*"))

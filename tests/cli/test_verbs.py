@@ -370,6 +370,21 @@ def test_experts_of_a_pool_live_where_links_are_fast(more: tuple[str, ...], inpu
     assert file not in more or all(one[1] == homes[0][1] != homes[0][0] for one in homes)
 
 
+def test_popular_experts_are_said_to_be_spread(inputs: Inputs, call: Call) -> None:
+    """Once for all layers, also at one site."""
+    file = inputs.folder / "routing.npz"
+    RoutingRecord(chosen=np.array([[14, 14, 2, 2], [15, 13, 2, 2]])).save(file)
+    large = ("--set", "model.expert_ffn_size=4096", "--set", "levels.gpu.size=2", "--set", "levels.gpu.bandwidth=2 Mbps")
+    result = call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "p.yaml", "--routing", file, *large)
+    assert result.code == 0, result.err
+    assert result.out.count("experts' homes are chosen: popular ones are spread over sites and ranks") == 1
+    alone = call(
+        "plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "p.yaml", "--routing", file, "--without", "dc1", *large
+    )
+    assert alone.code == 0, alone.err
+    assert "popular ones are spread over sites and ranks" in alone.out
+
+
 def test_plan_simulates_recorded_steps(inputs: Inputs, call: Call) -> None:
     """Plans are ordered by the mean over all recorded steps."""
     path, file = inputs.folder / "plan.yaml", inputs.folder / "routing.npz"
