@@ -62,8 +62,9 @@ def plan(
     level name, or those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a
     ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. ``free_homes``: among
     sites that differ, or with rules, more experts may live where links are faster, rules let all have copies or these cost least;
-    with popularity other ones in each layer. ``home``: where they do live, there ([E] ranks, in their order; with popularity
-    [MoE layers][E], as many on each rank in all layers). On KeyboardInterrupt, once there is a plan, the best so far.
+    with popularity other ones in each layer, also where sites are alike. ``home``: where they do live, there ([E] ranks, in their
+    order; with popularity [MoE layers][E], as many on each rank in all layers). On KeyboardInterrupt, once there is a plan, the
+    best so far.
 
     Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
     (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).

@@ -136,7 +136,7 @@ def plans_popular(
         blocks = home_blocks(cluster, workload.model.num_experts) if placement is None else placement.home
         home = np.tile(blocks, (len(popularity), 1))
     problem = site_problem(cluster, workload, schedule, codecs=codecs, home=np.sort(home[0]))
-    anywhere = free_homes and np.ptp(cluster.home_weights) == 0
+    anywhere = free_homes and given is None and np.ptp(cluster.home_weights) == 0
     numbered = zip(range(len(popularity)), popularity, home, strict=True)
     layers = [_Layer(problem, *layer, free=anywhere) for layer in numbered]
     share, until_s = min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s
