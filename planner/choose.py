@@ -173,6 +173,8 @@ def plans(
     if popularity:
         if constraints is not None:
             raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
+        if home is not None:
+            _require_homes(home, (len(popularity), workload.model.num_experts))
 
         def measured(schedule: Schedule) -> list[Plan]:
             if not by_table or cluster.num_gpus > MOST_RANKS:
@@ -217,6 +219,16 @@ def plans(
 
         found = best_of_searches(domains, schedule or Schedule(), most_chunks)
     return [with_fewest(one, free) for one in found]
+
+
+def _require_homes(home: IntArray, shape: tuple[int, int]) -> None:
+    """Raises UserError for homes that are not of each layer's experts, or of other numbers in one layer than in another."""
+    if np.shape(home) != shape:
+        raise UserError(f"homes: with measured popularity they are given by layer, {shape}, and not {np.shape(home)}")
+    if len(other := np.flatnonzero((np.sort(home, axis=1) != np.sort(home[0])).any(axis=1))):
+        raise UserError(
+            f"homes: other numbers of experts live on ranks in layer {other[0]} than in layer 0; they must be the same"
+        )
 
 
 def uneven_prices(cluster: Cluster) -> bool:

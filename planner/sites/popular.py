@@ -19,7 +19,7 @@ import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs
-from hybridep.errors import InfeasibleError, UserError
+from hybridep.errors import InfeasibleError
 from hybridep.gating import gating
 from hybridep.homes import homes_text
 from hybridep.placement import home_blocks
@@ -93,11 +93,7 @@ def plans_popular(
     without a solver's report. The bound of the first holds for any tables, of each layer by itself, with its homes. With
     ``free_homes`` more experts may live where links are faster, and popular ones at other sites in each layer; ``home``: where
     they do live ([layers, E] ranks, as many at each in all layers), which leaves equal domains out. Raises what ``plan_sites``
-    raises, and UserError for other numbers of experts in one layer than in another."""
-    if home is not None and len(other := np.flatnonzero((np.sort(home, axis=1) != np.sort(home[0])).any(axis=1))):
-        raise UserError(
-            f"homes: other numbers of experts live on ranks in layer {other[0]} than in layer 0; they must be the same"
-        )
+    raises."""
     started, asked_s = now_s(), elapsed_s()
     schedule = schedule or Schedule()
     domains: list[Plan] = []
