@@ -59,11 +59,12 @@ def plans_measured(
     blocks = home_blocks(cluster, workload.model.num_experts)
     homes = [[blocks] * len(popularity) if home is None else list(home)]
     if free_homes and home is None and np.ptp(cluster.home_weights) == 0:
-        homes.append([spread_homes(cluster, np.asarray(shares), blocks) for shares in popularity])
+        homes.append([balanced_homes(cluster, np.asarray(shares), blocks) for shares in popularity])
 
     def problems(recompute: tuple[Recompute, ...]) -> list[list[Problem]]:
-        layers = [list(zip(popularity, each, strict=True)) for each in homes]
-        return [[make(shares, recompute=recompute, home=one) for shares, one in each] for each in layers]
+        return [
+            [make(shares, recompute=recompute, home=own) for shares, own in zip(popularity, each, strict=True)] for each in homes
+        ]
 
     nothing, *ways = ways_again(workload.model)
     kept = problems(nothing)
@@ -93,7 +94,7 @@ def plans_measured(
     return [first.model_copy(update={"solver": report}), *others]
 
 
-def spread_homes(cluster: Cluster, shares: FloatArray, home: IntArray, site: IntArray | None = None) -> IntArray:
+def balanced_homes(cluster: Cluster, shares: FloatArray, home: IntArray, site: IntArray | None = None) -> IntArray:
     """[E] ranks: as many experts on each as with ``home`` ([E]), of which popular ones (by their ``shares``, [E]) are spread over
     sites, or live at these (``site``, [E]), and over each site's ranks."""
     inside = cluster.ranks_per_site

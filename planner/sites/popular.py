@@ -1,9 +1,9 @@
 """Serving tables for experts whose popularity was measured, layer by layer, between sites that differ.
 
 Tables are searched for as if all experts were alike, which makes their times a matter of counts. Then each layer takes those of
-the best tables that cost it least with its own popularity, experts exchanged so that the more popular ones are where there are
-more copies, and walks on from there (``planner.sites.walks``), experts counting as often as they are chosen. Times add
-up over layers.
+the best tables that cost it least with its own popularity, experts of one home or of all exchanged so that the more popular ones
+are where there are more copies, and walks on from there (``planner.sites.walks``), experts counting as often as they are chosen.
+So each layer may have other homes, as many experts at each site. Times add up over layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from planner.clock import elapsed_s, now_s
 from planner.cost import block_times, layer_coding, layer_cost, layer_traffic
 from planner.domains import all_choices, joined, layer_group
 from planner.exchange import ExchangeTimes
-from planner.measured import plans_measured, spread_homes
+from planner.measured import balanced_homes, plans_measured
 from planner.memory import memory_use
 from planner.plans import predict, solver_report
 from planner.problem import MAX_COPY_STEPS, build_problem, ways_again
@@ -228,7 +228,7 @@ class _Layer:
             return self.home
         key = site.tobytes()
         if key not in self._homes:
-            self._homes[key] = spread_homes(self.problem.cluster, self.shares, self.home, site)
+            self._homes[key] = balanced_homes(self.problem.cluster, self.shares, self.home, site)
         return self._homes[key]
 
     def seconds(self, choice: _Choice) -> float:

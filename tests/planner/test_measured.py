@@ -18,7 +18,7 @@ from planner.check import check
 from planner.choose import plan, plans
 from planner.cost import step_cost
 from planner.domains import layer_group
-from planner.measured import spread_homes
+from planner.measured import balanced_homes
 from planner.memory import memory_use
 from planner.problem import Problem, build_problem, ways_again
 from simulator.step import simulate_step
@@ -58,12 +58,12 @@ def test_no_choice_of_configurations_is_faster(codecs: dict[str, Codecs]) -> Non
     check(made)
 
 
-def test_spread_homes() -> None:
+def test_balanced_homes() -> None:
     cluster, shares = make_cluster(2, 2), np.array([0.3, 0.3, 0.15, 0.15, 0.04, 0.03, 0.02, 0.01])
     blocks = home_blocks(cluster, 8)
-    assert spread_homes(cluster, shares, blocks).tolist() == [0, 2, 1, 3, 1, 3, 2, 0]
+    assert balanced_homes(cluster, shares, blocks).tolist() == [0, 2, 1, 3, 1, 3, 2, 0]
     # Each at its site.
-    assert spread_homes(cluster, shares, blocks, blocks // 2).tolist() == [0, 1, 0, 1, 2, 3, 3, 2]
+    assert balanced_homes(cluster, shares, blocks, blocks // 2).tolist() == [0, 1, 0, 1, 2, 3, 3, 2]
 
 
 def test_popular_experts_are_spread() -> None:
@@ -71,7 +71,7 @@ def test_popular_experts_are_spread() -> None:
     cluster, workload = cluster_and_workload("lab-4dc", "tiny", ("model.num_layers=2",))
     popularity = (tuple([0.15] * 4 + [0.4 / 12] * 12), (1 / 16,) * 16)
     blocks = home_blocks(cluster, 16)
-    spread = [spread_homes(cluster, np.array(one), blocks) for one in popularity]
+    spread = [balanced_homes(cluster, np.array(one), blocks) for one in popularity]
     even, made = (plan(cluster, workload, popularity=popularity, free_homes=free) for free in (False, True))
     assert step_s(made) < 0.97 * step_s(even) and simulate_step(made).step_s < 0.97 * simulate_step(even).step_s
     check(made)

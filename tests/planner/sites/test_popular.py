@@ -15,10 +15,12 @@ from hybridep.commands.inputs import cluster_and_workload, load_cluster, load_wo
 from hybridep.config import build
 from hybridep.errors import InfeasibleError
 from hybridep.gating import Gating, gating
+from hybridep.homes import homes_text
 from hybridep.plan import Plan, Schedule, Status
 from hybridep.topology import Cluster
 from hybridep.workload import DropPolicy, Workload
 from planner.cost import step_cost
+from planner.domains import joined
 from planner.measured import plans_measured
 from planner.memory import memory_use
 from planner.sites.bound import Proof, prove
@@ -98,16 +100,17 @@ def test_the_more_popular_of_one_home_have_more_copies() -> None:
         assert sorted(anywhere) == list(range(12)) and places == sorted(places, reverse=True)
 
 
-def best_mixture_s(problem: SiteProblem, popularity: Shares) -> float:
-    """Of all tables for each layer by itself: a step's parts that no table changes, and the least of each layer."""
+def best_mixture_s(problem: SiteProblem, popularity: Shares, homes: IntArray | None = None) -> float:
+    """Of all tables for each layer by itself: a step's parts that no table changes, and the least of each layer. With ``homes``
+    ([layers, E] ranks) in place of the problem's."""
+    homes = np.tile(problem.home, (len(popularity), 1)) if homes is None else homes
     layers, fixed = [np.inf] * len(popularity), 0.0
     for entries in product(range(2), repeat=2 * problem.num_experts):
         table = np.array(entries).reshape(2, problem.num_experts)
         for configuration in problem.configurations():
             plan = table_plan(problem, table, configuration)
-            for layer, shares in enumerate(popularity):
-                known = {"popularity": (shares,) * len(popularity), "prediction": None}
-                cost = step_cost(plan.model_copy(update=known))
+            for layer, (shares, home) in enumerate(zip(popularity, homes, strict=True)):
+                cost = step_cost(at_home(plan, (shares,) * len(popularity), np.tile(home, (len(popularity), 1))))
                 fixed = sum(cost.parts_s.get(name, 0.0) for name in FIXED)
                 layers[layer] = min(layers[layer], (cost.step_s - fixed) / len(popularity))
     return fixed + sum(layers)
@@ -126,6 +129,15 @@ def test_no_mixture_of_tables_is_faster_than_the_bound(seed: int) -> None:
     assert made.solver is not None and made.solver.bound <= best_s * (1 + 1e-9) <= step_s(made) * (1 + 1e-9) * (1 + 1e-9)
     assert step_s(made) <= best_s * 1.3
     planner.check(made)
+
+
+def at_home(plan: Plan, popularity: Shares, homes: IntArray) -> Plan:
+    """A plan that is alike in all layers, for this popularity, with experts at these homes ([layers, E] ranks)."""
+    each = [
+        plan.layers[0].model_copy(update={"first_layer": layer, "num_layers": 1, "homes": homes_text(plan.cluster, home)})
+        for layer, home in enumerate(homes)
+    ]
+    return plan.model_copy(update={"layers": joined(each), "popularity": popularity, "prediction": None})
 
 
 def bad_plan(problem: SiteProblem, popularity: Shares) -> Plan:
@@ -161,18 +173,24 @@ def even_hit(chosen: Gating, kept: IntArray) -> FloatArray:
     return replace(chosen, popularity=None).hit_by_count[: len(kept) + 1]
 
 
+def bounded_problems(monkeypatch: pytest.MonkeyPatch, max_boxes: int) -> list[SiteProblem]:
+    """Of which bounds are made from now on, each of so many boxes."""
+    bounded: list[SiteProblem] = []
+
+    def remember(relaxation: Relaxation, best_s: float, **limits: object) -> Proof:
+        bounded.append(relaxation.problem)
+        return prove(relaxation, best_s, max_boxes=max_boxes)
+
+    monkeypatch.setattr("planner.sites.popular_bound.prove", remember)
+    return bounded
+
+
 @pytest.mark.turns(2)
 def test_each_layer_is_bounded_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its least popular experts, the others where they are; all together come first."""
     work = load_workload("gpt-large", ["model.num_layers=2"])
     problem, both = site_problem(load_cluster("dtfm-10"), work), skewed(0, 2, work.model.num_experts, 2, 1.0)
-    bounded: list[SiteProblem] = []
-
-    def remember(relaxation: Relaxation, best_s: float, **limits: object) -> Proof:
-        bounded.append(relaxation.problem)
-        return prove(relaxation, best_s, max_boxes=50)
-
-    monkeypatch.setattr("planner.sites.popular_bound.prove", remember)
+    bounded = bounded_problems(monkeypatch, 50)
     monkeypatch.setattr("planner.sites.popular_bound.LEFT_OUT", (0.4,))
     plan = bad_plan(problem, both)
     alone = [least_s(problem, plan.model_copy(update={"popularity": (shares,) * 2}), np.inf) for shares in both]
