@@ -32,6 +32,8 @@ _MOST_FIGURES = 2**23
 """Of memory (layers, configurations, ranks), above which they are not: that takes minutes."""
 _FREE = 1e-9
 """Share of a rank's memory that counts as none."""
+_DIGITS = 12
+"""Of what places have of all choices, to which they are compared."""
 
 
 def plans_measured(
@@ -96,16 +98,26 @@ def plans_measured(
 
 def balanced_homes(cluster: Cluster, shares: FloatArray, home: IntArray, site: IntArray | None = None) -> IntArray:
     """[E] ranks: as many experts on each as with ``home`` ([E]), of which popular ones (by their ``shares``, [E]) are spread over
-    sites, or live at these (``site``, [E]), and over each site's ranks."""
+    sites, or live at these (``site``, [E]), and over each site's ranks. Who lives where it did, as far as spreading brings
+    nothing."""
     inside = cluster.ranks_per_site
     room = np.bincount(home, minlength=cluster.num_gpus).reshape(-1, inside)
     if site is None:
-        site = spread(shares, room.sum(axis=1), np.arange(len(room)))
+        site = _more_even(home // inside, spread(shares, room.sum(axis=1), np.arange(len(room))), shares)
     found = np.empty_like(home)
     for one in np.unique(site).tolist():
         own = np.flatnonzero(site == one)
         found[own] = one * inside + spread(shares[own], room[one], np.zeros(inside, dtype=np.int64))
+        if (home[own] // inside == one).all():
+            found[own] = _more_even(home[own], found[own], shares[own])
     return found
+
+
+def _more_even(before: IntArray, after: IntArray, shares: FloatArray) -> IntArray:
+    """``after`` where its fullest place, or with equals the next one, has less of the ``shares``; else ``before`` ([N] places
+    each)."""
+    fullest = [np.sort(np.bincount(places, weights=shares))[::-1].round(_DIGITS).tolist() for places in (before, after)]
+    return after if fullest[1] < fullest[0] else before
 
 
 def _by_layer(

@@ -64,6 +64,10 @@ def test_balanced_homes() -> None:
     assert balanced_homes(cluster, shares, blocks).tolist() == [0, 2, 1, 3, 1, 3, 2, 0]
     # Each at its site.
     assert balanced_homes(cluster, shares, blocks, blocks // 2).tolist() == [0, 1, 0, 1, 2, 3, 3, 2]
+    # Where nothing is gained nobody moves.
+    assert balanced_homes(cluster, np.full(8, 1 / 8), blocks).tolist() == blocks.tolist()
+    first_even = np.array([0.2, 0.1, 0.1, 0.2, 0.2, 0.15, 0.03, 0.02])
+    assert balanced_homes(cluster, first_even, blocks, blocks // 2).tolist() == [0, 0, 1, 1, 2, 3, 3, 2]
 
 
 def test_popular_experts_are_spread() -> None:
