@@ -2,13 +2,15 @@
 
 The plan that ``hybridep plan --routing`` makes for it is set beside the best equal domains chosen for it layer by layer, and
 beside the plan made as if all experts were alike, which then meets them as they are; by cost and simulated. What the same search
-finds with experts at home in even blocks, and what one site alone takes, stand beside them.
+finds with experts at home in even blocks, and what one site alone takes, stand beside them; and what the same
+plans take once popularity has changed (``changed.csv``).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import planner
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.commands.plan_choice import planned
 from hybridep.commands.tables import write_provenance, write_rows
-from hybridep.plan import Plan
+from hybridep.plan import Plan, Popularity
 from hybridep.workload import Workload
 from planner.measured import plans_measured
 from simulator.step import simulate_step
@@ -30,6 +32,7 @@ COLUMNS = (
     *("cluster", "concentration", "largest_share", "plan_s", "domains_s", "unknown_s", "even_s", "gap"),
     *("simulated_plan_s", "simulated_domains_s", "simulated_unknown_s", "simulated_even_s", "simulated_alone_s"),
 )
+CHANGED = ("cluster", "concentration", "changed", "plan_s", "unknown_s", "simulated_plan_s", "simulated_unknown_s")
 
 
 def main() -> int:
@@ -41,28 +44,54 @@ def main() -> int:
     config = yaml.safe_load((HERE / "config.yaml").read_text())
     config |= config["smoke"] if given.smoke else {}
     folder = given.results.resolve() / ("smoke" if given.smoke else "")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    changed: list[dict[str, Any]] = []
     for name in (*config["clusters"], *given.cluster):
         for concentration in config["concentrations"]:
-            rows.append(row_of(config, name, concentration))
+            row, after = rows_of(config, name, concentration)
+            rows.append(row)
+            changed += after
             write_rows(folder / "rows.csv", rows, COLUMNS)
+            write_rows(folder / "changed.csv", changed, CHANGED)
     write_provenance(folder)
     return 0 if given.smoke else summarise(rows)
 
 
-def row_of(config: dict[str, Any], name: str, concentration: float) -> dict[str, Any]:
+def rows_of(config: dict[str, Any], name: str, concentration: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Of both tables."""
     cluster, workload, limit_s = load_cluster(name), load_workload(config["model"]), config["time_limit_s"]
     popularity = drawn(workload, concentration, config["seed"])
     made, even = (planned(cluster, workload, limit_s, popularity=popularity, free_homes=free) for free in (True, False))
     [domains] = plans_measured(cluster, workload, popularity)
     unknown = planned(cluster, workload, limit_s).with_popularity(popularity)
-    row = {"cluster": Path(name).stem, "concentration": concentration, "largest_share": f"{max(map(max, popularity)):.3f}"}
-    for kind, plan in (("plan", made), ("domains", domains), ("unknown", unknown), ("even", even)):
-        row |= {f"{kind}_s": f"{planner.step_cost(plan).step_s:.4g}", f"simulated_{kind}_s": f"{simulate_step(plan).step_s:.4g}"}
+    case = {"cluster": Path(name).stem, "concentration": concentration}
+    row = case | {"largest_share": f"{max(map(max, popularity)):.3f}"}
+    row |= seconds({"plan": made, "domains": domains, "unknown": unknown, "even": even})
     one = planner.alone(cluster, workload, popularity=popularity)
     row["simulated_alone_s"] = f"{simulate_step(one).step_s:.4g}" if one is not None else ""
     print({**row, "gap": _gap(made)}, file=sys.stderr, flush=True)
-    return row | {"gap": _gap(made)}
+    changed = []
+    for share in config["changed"]:
+        other = mixed(popularity, drawn(workload, concentration, config["seed"] + 1), share)
+        changed.append(
+            case | {"changed": share} | seconds({"plan": made.with_popularity(other), "unknown": unknown.with_popularity(other)})
+        )
+    return row | {"gap": _gap(made)}, changed
+
+
+def seconds(plans: Mapping[str, Plan]) -> dict[str, str]:
+    """Steps by cost and simulated, by the plan's name."""
+    return {
+        key: f"{value:.4g}"
+        for kind, plan in plans.items()
+        for key, value in ((f"{kind}_s", planner.step_cost(plan).step_s), (f"simulated_{kind}_s", simulate_step(plan).step_s))
+    }
+
+
+def mixed(popularity: Popularity, other: Popularity, share: float) -> Popularity:
+    """So much of it the other one."""
+    made = (1 - share) * np.array(popularity) + share * np.array(other)
+    return tuple(tuple((row / row.sum()).tolist()) for row in made)
 
 
 def drawn(workload: Workload, concentration: float, seed: int) -> tuple[tuple[float, ...], ...]:
