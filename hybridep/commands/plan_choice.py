@@ -23,6 +23,8 @@ CANDIDATES = 48
 """Plans among which a simulation chooses where nobody says how many."""
 SEARCHED = 0.75
 """Share of the time limit in which they are made; simulations have what is left."""
+PROVEN = 0.1, 0.2
+"""Shares of the time that plans took: for the bound of a chosen one whose experts have other homes, at least and at most."""
 MOST_SITES = 64
 """Between more sites that differ, a simulation takes too long to make dozens."""
 MOST_PASSES = 2**17
@@ -117,7 +119,7 @@ def choose(
     step_s = {id(one): step_s for one, step_s in zip(found, steps_s, strict=True)}
     chosen = next(one for one, its_short in zip(plans, short, strict=True) if its_short is found[0])
     return SimulatedChoice(
-        plan=reported(chosen, first),
+        plan=reported(chosen, first, until_s),
         simulated=len(found),
         shorter=1 - steps_s[0] / step_s[id(short[0])],
         dearer=_cost_s(chosen) / _cost_s(first) - 1,
@@ -159,15 +161,28 @@ def least_of_others_s(plan: Plan, rules: Constraints | None) -> float:
     return min((other.step_s for other in planner.compare_planners(plan, rules).values() if other.fits), default=inf)
 
 
-def reported(chosen: Plan, first: Plan) -> Plan:
-    """With the solver's report of the first, whose bound holds for it, too."""
+def reported(chosen: Plan, first: Plan, until_s: float = inf) -> Plan:
+    """With the solver's report of the first, whose bound holds for it, too; where popular experts live elsewhere, less what the
+    bound for these homes is lower, which is found until ``until_s`` (``planner.clock``), in a tenth to a fifth of the time that
+    the first took."""
     from hybridep.plan import Status
 
     if chosen is first or first.solver is None:
         return chosen
     step_s, bound_s = _cost_s(chosen), first.solver.bound
-    changed = {"status": Status.FEASIBLE, "objective": step_s, "gap": max(0.0, 1 - bound_s / step_s)}
+    if chosen.popularity and _homes(chosen) != _homes(first):
+        from planner.sites.popular import least_with_homes_s
+
+        least, most = (share * first.solver.solve for share in PROVEN)
+        deadline_s = now_s() + min(max(until_s - now_s(), least), most)
+        bound_s = min(bound_s, step_s, least_with_homes_s(chosen, deadline_s))
+    changed = {"status": Status.FEASIBLE, "objective": step_s, "bound": bound_s, "gap": max(0.0, 1 - bound_s / step_s)}
     return chosen.model_copy(update={"solver": first.solver.model_copy(update=changed)})
+
+
+def _homes(plan: Plan) -> list[list[int]]:
+    """Of each layer."""
+    return [layers.placement.home.tolist() for layers in plan.placed]
 
 
 def shortened(plans: Sequence[Plan]) -> list[Plan]:

@@ -92,17 +92,14 @@ def plans_popular(
     domains if there is time for them or no table fits, chosen for each MoE layer anew, and others that are alike in all layers,
     without a solver's report. The bound of the first holds for any tables, of each layer by itself, with its homes. With
     ``free_homes`` more experts may live where links are faster, and popular ones at other sites in each layer; ``home``: where
-    they do live ([layers, E] ranks, as many at each in all layers), which leaves equal domains out. Raises what ``plan_sites``
-    raises."""
+    they do live ([layers, E] ranks, as many at each in all layers). Raises what ``plan_sites`` raises."""
     started, asked_s = now_s(), elapsed_s()
     schedule = schedule or Schedule()
     domains: list[Plan] = []
     # Follows from the limit, not from the clock, so that two runs do the same.
-    in_time = home is None and domains_in_time(
-        cluster, workload, popularity[0], schedule, codecs, time_limit_s, free_homes=free_homes
-    )
+    in_time = domains_in_time(cluster, workload, popularity[0], schedule, codecs, time_limit_s, free_homes=free_homes)
     measured = partial(
-        plans_measured, cluster, workload, popularity, count, schedule=schedule, codecs=codecs, free_homes=free_homes
+        plans_measured, cluster, workload, popularity, count, schedule=schedule, codecs=codecs, free_homes=free_homes, home=home
     )
     if in_time:
         with suppress(InfeasibleError):
@@ -122,17 +119,16 @@ def plans_popular(
         )
     except InfeasibleError:
         # As if all experts were alike none fit; where rare ones live at sites of little memory, equal domains may.
-        if home is not None or (in_time and not domains):
+        if in_time and not domains:
             raise
     # What was compiled meanwhile counts to no limit; and how many moves walks have follows from the limit, not from what is left.
     begun = now_s() - SEARCHED * time_limit_s - spent_s
-    given = home
+    anywhere = free_homes and home is None and np.ptp(cluster.home_weights) == 0
     if home is None:
         placement = next((one.placements[0] for one in found if one.layers[0].serving), None)
         blocks = home_blocks(cluster, workload.model.num_experts) if placement is None else placement.home
         home = np.tile(blocks, (len(popularity), 1))
     problem = site_problem(cluster, workload, schedule, codecs=codecs, home=np.sort(home[0]))
-    anywhere = free_homes and given is None and np.ptp(cluster.home_weights) == 0
     numbered = zip(range(len(popularity)), popularity, home, strict=True)
     layers = [_Layer(problem, *layer, free=anywhere) for layer in numbered]
     share, until_s = min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s
@@ -142,7 +138,7 @@ def plans_popular(
         if len(fitting) < count and made.digest not in {one.digest for one in fitting} and memory_use(made).fits:
             fitting.append(made.model_copy(update={"prediction": predict(made)}))
     if not fitting and not in_time:
-        domains = measured(home=given)
+        domains = measured()
     plans = sorted((*domains, *fitting), key=lambda one: one.predicted.step)
     if not plans:
         # As if all experts were alike they fit; where popular ones are, they do not.
@@ -162,6 +158,12 @@ def plans_popular(
     )
     rest = [one.model_copy(update={"solver": None}) for one in plans[1:] if one.digest != best.digest]
     return [best.model_copy(update={"solver": report}), *rest][:count]
+
+
+def least_with_homes_s(plan: Plan, deadline_s: float) -> float:
+    """No plan whose layers have tables, and this plan's homes, takes less for its popularity."""
+    home = np.sort(plan.placements[0].home)
+    return least_s(site_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs, home=home), plan, deadline_s)
 
 
 def domains_in_time(

@@ -16,6 +16,7 @@ from hybridep.commands.plan_choice import (
     least_of_others_s,
     most_simulated,
     planned,
+    reported,
     shortened,
 )
 from hybridep.config import build
@@ -24,6 +25,7 @@ from hybridep.plan import Plan, Status
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import now_s
+from planner.sites.popular import least_with_homes_s
 from simulator.step import simulate_step
 
 SHORT = ("--set", "model.num_layers=2")
@@ -112,6 +114,31 @@ def test_plans_of_several_placements_are_simulated_whole(plans: list[Plan]) -> N
     split = tuple(group.model_copy(update={"first_layer": first, "num_layers": 2}) for first in (0, 2))
     mixed = [plans[0].model_copy(update={"layers": split}), plans[1]]
     assert shortened(mixed) == mixed
+
+
+def test_a_chosen_plan_with_other_homes_has_a_bound_for_these(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is proven for the homes of the plan that costs least says nothing of others'."""
+    first, *_, other = planner.plans(
+        plans[0].cluster, plans[0].workload, 8, popularity=skewed(4, 12), time_limit_s=6, free_homes=True
+    )
+    assert first.solver is not None and other.solver is None
+    homes = [np.array([layers.placement.home for layers in one.placed]) for one in (first, other)]
+    assert (homes[0] != homes[1]).any()
+    report, least_s = reported(other, first).solver, least_with_homes_s(other, now_s() + 0.5)
+    assert report is not None and report.bound <= min(first.solver.bound, report.objective)
+    assert 0 < least_s <= report.objective and report.gap == pytest.approx(1 - report.bound / report.objective)
+    monkeypatch.setattr("planner.sites.popular.least_with_homes_s", lambda *_: 0.5 * first.solver.bound)
+    report = reported(other, first).solver
+    assert report is not None and report.bound == 0.5 * first.solver.bound
+    same = first.model_copy(update={"solver": None})
+    report = reported(same, first).solver
+    assert report is not None and report.bound == first.solver.bound
+
+
+def skewed(layers: int, experts: int) -> tuple[tuple[float, ...], ...]:
+    """Popularity, other in each layer."""
+    drawn = np.random.default_rng(0).dirichlet(np.full(experts, 2.0), size=layers)
+    return tuple(tuple(row.tolist()) for row in drawn)
 
 
 def test_plan_chooses_by_simulation_where_sites_differ(inputs: Inputs, call: Call) -> None:

@@ -16,6 +16,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.cost import step_cost
 from planner.evaluate import evaluate
+from planner.measured import plans_measured
 from planner.sites.plans import table_plan
 from planner.sites.popular_bound import least_s
 from planner.sites.problem import site_problem
@@ -66,6 +67,28 @@ def test_given_homes_stay() -> None:
     given[1, given[1] == 0] = 4
     with pytest.raises(UserError, match="homes: other numbers of experts live on ranks in layer 1 than in layer 0"):
         planner.plan(cluster, work, popularity=popularity, time_limit_s=2, home=given)
+
+
+@pytest.mark.turns(2)
+def test_equal_domains_take_part_with_given_homes() -> None:
+    """Where memory is short they may copy less in some layers."""
+    gpu = {"throughput": "100 TFLOPS", "memory": "15 MB", "memory_bandwidth": "100 GB/s"}
+    levels = [{"name": "dc", "size": 2, "bandwidth": "1 Gbps", "latency": "1 ms"}]
+    sites = [
+        {"name": "a", "up": "520 Mbps", "down": "750 Mbps"},
+        {"name": "b", "up": "950 Mbps", "down": "3.7 Gbps", "tokens": 3},
+    ]
+    cluster = build(Cluster, {"name": "two", "levels": levels, "gpu": gpu, "sites": sites}, "test")
+    model = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 64, "num_experts": 6, "top_k": 2}
+    training = {"sequence_length": 64, "micro_batch_size": 4, "micro_batches": 4, "dtype": "fp32"}
+    work = build(Workload, {"name": "w", "model": model | {"expert_ffn_size": 256}, "training": training}, "test")
+    popularity = skewed(0, 3, 6, 2)
+    given = np.array([[0, 0, 0, 1, 1, 1], [1, 0, 1, 0, 1, 0], [0, 1, 1, 0, 0, 1]])
+    [domains] = plans_measured(cluster, work, popularity, home=given)
+    made = planner.plan(cluster, work, popularity=popularity, time_limit_s=4, home=given)
+    assert homes(made).tolist() == homes(domains).tolist() == given.tolist() and not domains.layers[0].serving
+    assert step_s(made) <= step_s(domains) * (1 + 1e-9)
+    planner.check(made)
 
 
 @pytest.mark.turns(4)
