@@ -13,8 +13,8 @@ from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
 
 
 def matrix_profile(path: Path) -> dict[str, Any]:
-    """Cluster data from a CSV matrix with the columns src,dst,gbps,rtt_ms (one row per pair; a missing reverse direction
-    is taken equal). A site's access rate is the largest of its pairs. What a matrix cannot say is assumed: 8 GPUs per
+    """Cluster data from a CSV matrix with the columns src,dst,gbps,rtt_ms (one row per pair: all pairs both ways, or each once,
+    which then holds both ways). A site's access rate is the largest of its pairs. What a matrix cannot say is assumed: 8 GPUs per
     site joined at 400 Gbps, 300 TFLOPS and 80 GiB each; change it with ``--set``. Raises ConfigError with the line."""
     pairs: dict[tuple[str, str], tuple[float, float]] = {}
     for line, row in read_csv(path, ("src", "dst", "gbps", "rtt_ms")):
@@ -29,8 +29,14 @@ def matrix_profile(path: Path) -> dict[str, Any]:
         if not src or not dst or src == dst or (src, dst) in pairs:
             raise ConfigError(f"{path}:{line}", "src,dst", f"{src!r} -> {dst!r} is empty, a loop, or given before")
         pairs[src, dst] = gbps_to_bytes_per_s(float(row["gbps"])), ms_to_s(float(row["rtt_ms"])) / 2
-    for (src, dst), link in list(pairs.items()):
-        pairs.setdefault((dst, src), link)
+    one_way = [pair for pair in pairs if pair[::-1] not in pairs]
+    if 0 < len(one_way) < len(pairs):
+        src, dst = one_way[0]
+        raise ConfigError(
+            str(path), "src,dst", f"{src} -> {dst} has a row and the reverse has none; give all pairs both ways, or each once"
+        )
+    for src, dst in one_way:
+        pairs[dst, src] = pairs[src, dst]
     sites = list(dict.fromkeys(name for pair in pairs for name in pair))
     for pair in permutations(sites, 2):
         if pair not in pairs:

@@ -41,6 +41,11 @@ class PlanDifference:
     """Copies that sites hold in the first plan only, per layer."""
     most_changed: dict[str, float]
     """Share of its experts that a site finds elsewhere, the five most changed sites."""
+    moved_experts: float
+    """Experts that live elsewhere in the second plan, per layer: a switch between two steps needs none."""
+    same_popularity: bool
+    """Both were made for experts of the same popularity; else both are costed with that of the second, or of the only one that
+    has one."""
     switch_at: float | None
     """Factor on all bandwidths between sites, nearest to 1, at which the two take equally long: beyond it the plan that is
     slower now is the faster one. None where one wins at every factor from 1/64 to 64."""
@@ -53,16 +58,20 @@ class PlanDifference:
 def compare_plans(first: Plan, second: Plan) -> PlanDifference:
     """Both under today's cost model. Raises PlanMismatchError when they are for different clusters or workloads.
 
-    Homes are the same in all plans and copies are gathered anew every step, so switching from one plan to the other between two
-    steps moves no weights: it pays as soon as the other one is faster for longer than it takes to tell all ranks.
+    Where homes are the same, switching from one plan to the other between two steps moves no weights, since copies are gathered
+    anew every step: it pays as soon as the other one is faster for longer than it takes to tell all ranks. Where not, training
+    resumes under the other one from a checkpoint.
     """
     first.require(second.cluster, second.workload, "the first plan")
     second.require(first.cluster, first.workload, "the second plan")  # a plan may leave sites out that the other one has
+    popularity, same = second.popularity or first.popularity, first.popularity == second.popularity
+    first, second = (one if one.popularity == popularity else one.with_popularity(popularity) for one in (first, second))
     (cost_a, memory_a), (cost_b, memory_b) = evaluate(first), evaluate(second)
     layers, size = first.workload.model.num_moe_layers, first.cluster.sizes[0]
-    moved, gained, lost = np.zeros(size), 0.0, 0.0
+    moved, gained, lost, moved_experts = np.zeros(size), 0.0, 0.0, 0.0
     for (_, _, a), (_, _, b) in zip(first.each_layer(), second.each_layer(), strict=True):
         moved += (a.serve[0] != b.serve[0]).mean(axis=1) / layers
+        moved_experts += float((a.home != b.home).sum()) / layers
         gained += float((b.holds_at[0] & ~a.holds_at[0]).sum()) / layers
         lost += float((a.holds_at[0] & ~b.holds_at[0]).sum()) / layers
     parts = {
@@ -79,6 +88,8 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifference:
         copies_gained=gained,
         copies_lost=lost,
         most_changed={first.cluster.site_name(dc): float(moved[dc]) for dc in changed},
+        moved_experts=moved_experts,
+        same_popularity=same,
         switch_at=switch_at(partial(step_at, first), partial(step_at, second)),
     )
 

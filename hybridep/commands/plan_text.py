@@ -315,6 +315,13 @@ def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:
         f"{difference.served_elsewhere:.1%} of (site, expert) are computed elsewhere; per layer {difference.copies_gained:g} "
         f"copies between sites come and {difference.copies_lost:g} go"
     )
+    if not difference.same_popularity:
+        console.print("made for experts of different popularity: both with that of the second, or of the one that has one")
+    if difference.moved_experts:
+        console.print(
+            f"{difference.moved_experts:.3g} experts of a layer live elsewhere, on average: no switch between steps, but "
+            "a training resumes under the other one"
+        )
     if difference.most_changed:
         sites = ", ".join(f"{site} {share:.0%}" for site, share in difference.most_changed.items())
         console.print(f"most changed: {sites}")

@@ -102,7 +102,8 @@ def estimate_s(problem: SiteProblem, num_groups: int) -> float:
     work, wire, size = problem.workload, problem.wire, problem.num_sites
     members = size / num_groups
     held = problem.num_experts / members
-    hit = float(np.interp(min(held, problem.num_experts), np.arange(problem.num_experts + 1), problem.hit))
+    # Where experts are fewer than members, others' rows come together at those that hold one.
+    hit = float(np.interp(np.clip(held, 1, problem.num_experts), np.arange(problem.num_experts + 1), problem.hit))
     batches = work.training.micro_batches
     slower = problem.slower_bytes_per_s
     row_bytes = wire.row_there_bytes + wire.row_back_bytes

@@ -75,7 +75,7 @@ def begin(search: Search) -> None:
     """Domains in rank order, hubs and groups."""
     problem = search.problem
     large = is_large(problem)
-    for table in full_gather(problem) if large else rank_order_domains(problem):
+    for table in rank_order_domains(problem) if problem.equal_sites or not large else full_gather(problem):
         search.evaluate(table)
     # Hubs first among many sites, where the time may be over before all groups are tried.
     hubs_are_best = large and not problem.equal_sites and try_best_hubs(search)

@@ -5,6 +5,8 @@ from hybridep.errors import ConfigError
 from hybridep.matrix import matrix_profile
 from hybridep.topology import Cluster
 
+ROWS = ("a,b,1,20", "b,a,2,20", "a,c,4,10", "c,a,4,10", "b,c,8,30", "c,b,8,30")
+
 
 def csv_file(tmp_path, *rows):
     path = tmp_path / "wan.csv"
@@ -13,7 +15,7 @@ def csv_file(tmp_path, *rows):
 
 
 def test_a_matrix_becomes_a_cluster(tmp_path):
-    cluster = build(Cluster, matrix_profile(csv_file(tmp_path, "a,b,1,20", "b,a,2,20", "a,c,4,10", "b,c,8,30")), "wan")
+    cluster = build(Cluster, matrix_profile(csv_file(tmp_path, *ROWS)), "wan")
     assert cluster.sizes == (3, 8)
     assert [site.name for site in cluster.sites] == ["a", "b", "c"]
     assert cluster.sites[0].up == pytest.approx(0.5e9)
@@ -33,9 +35,16 @@ def test_a_matrix_becomes_a_cluster(tmp_path):
         (["a,b,1,20", "a,b,1,20"], "given before"),
         (["a,a,1,20"], "loop"),
         (["a,b,1,20", "a,c,1,20"], "no row for b -> c"),
+        (list(ROWS[:-1]), "b -> c has a row and the reverse has none; give all pairs both ways, or each once"),
         ([], "needs the columns"),
     ],
 )
 def test_a_bad_matrix_names_the_line(tmp_path, rows, message):
     with pytest.raises(ConfigError, match=message):
         matrix_profile(csv_file(tmp_path, *rows))
+
+
+def test_each_pair_once_holds_both_ways(tmp_path):
+    found = matrix_profile(csv_file(tmp_path, *ROWS[::2]))
+    rates = {(link["src"], link["dst"]): link["bandwidth"] for link in found["links"]}
+    assert len(rates) == 6 and all(rates[pair] == rates[pair[::-1]] for pair in rates)

@@ -13,6 +13,7 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.config import build
 from hybridep.errors import PlanMismatchError, UserError
+from hybridep.homes import homes_text
 from hybridep.plan import LayerGroup, Plan, Residency
 from hybridep.recompute import Recompute
 from hybridep.topology import Cluster
@@ -64,6 +65,24 @@ def test_difference_of_plans(found: list[Plan]) -> None:
     assert same.switch_at == 1.0 and not same.parts_s and same.served_elsewhere == 0
     with pytest.raises(PlanMismatchError):
         planner.compare_plans(ep, planner.baseline(*given(seed=3), "ep"))
+    assert difference.same_popularity and difference.moved_experts == 0
+
+
+def test_plans_for_other_popularity_are_costed_with_one() -> None:
+    ep, gather = (planner.baseline(*given(), name) for name in ("ep", "full_gather"))
+    layers = ep.workload.model.num_moe_layers
+    known = ep.with_popularity(((0.19, *[0.09] * 9),) * layers)
+    expected = gather.with_popularity(known.popularity)
+    for pair, places in (((known, gather), (0, 1)), ((gather, known), (1, 0))):
+        difference = planner.compare_plans(*pair)
+        steps_s = [difference.step_s[place] for place in places]
+        assert not difference.same_popularity
+        assert steps_s == [pytest.approx(planner.step_cost(one).step_s) for one in (known, expected)]
+    # Two experts change homes in each layer.
+    home = ep.placements[0].home.copy()
+    home[[0, -1]] = home[[-1, 0]]
+    group = ep.layers[0].model_copy(update={"homes": homes_text(ep.cluster, home)})
+    assert planner.compare_plans(ep, ep.with_layers(group)).moved_experts == 2
 
 
 def test_plans_of_other_sites_are_not_compared() -> None:
