@@ -42,7 +42,7 @@ class PlanDifference:
     most_changed: dict[str, float]
     """Share of its experts that a site finds elsewhere, the five most changed sites."""
     moved_experts: float
-    """Experts that live elsewhere in the second plan, per layer: a switch between two steps needs none."""
+    """Experts that live elsewhere in the second plan, per layer; with none a switch between two steps moves no weights."""
     same_popularity: bool
     """Both were made for experts of the same popularity; else both are costed with that of the second, or of the only one that
     has one."""

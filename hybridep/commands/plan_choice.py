@@ -13,6 +13,7 @@ from hybridep.config import build
 from planner.clock import now_s
 
 if TYPE_CHECKING:
+    from hybridep.arrays import IntArray
     from hybridep.plan import Plan
     from hybridep.routing import Routing
     from hybridep.topology import Cluster
@@ -71,12 +72,14 @@ def planned(
     time_limit_s: float = 60.0,
     *,
     free_homes: bool = True,
+    home: IntArray | None = None,
     popularity: Sequence[tuple[float, ...]] = (),
 ) -> Plan:
-    """What ``hybridep plan`` makes of these without further wishes. Raises what the planner raises."""
+    """What ``hybridep plan`` makes of these without further wishes, or with experts at ``home`` (``planner.plan``). Raises what
+    the planner raises."""
     import planner
 
-    make = partial(planner.plans, cluster, workload, popularity=popularity, free_homes=free_homes)
+    make = partial(planner.plans, cluster, workload, popularity=popularity, free_homes=free_homes, home=home)
     if not decides(cluster, workload):
         return make(1, time_limit_s=time_limit_s)[0]
     started_s = now_s()
@@ -162,9 +165,9 @@ def least_of_others_s(plan: Plan, rules: Constraints | None) -> float:
 
 
 def reported(chosen: Plan, first: Plan, until_s: float = inf) -> Plan:
-    """With the solver's report of the first, whose bound holds for it, too; where popular experts live elsewhere, less what the
-    bound for these homes is lower, which is found until ``until_s`` (``planner.clock``), in a tenth to a fifth of the time that
-    the first took."""
+    """With the solver's report of the first, whose bound holds for it, too; where its popular experts live elsewhere, with the
+    lower one of that bound and the one for its own homes. That is found until ``until_s`` (``planner.clock``), in ``PROVEN`` of
+    the time that the first took."""
     from hybridep.plan import Status
 
     if chosen is first or first.solver is None:

@@ -22,7 +22,7 @@ from hybridep.commands import sweeps
 from hybridep.commands.inputs import load_cluster, load_workload, resolve_plan
 from hybridep.commands.named_plans import named_plan
 from hybridep.pipeline import AnyPlan, PipelinePlan
-from hybridep.plan import Plan, Schedule
+from hybridep.plan import Plan, Popularity, Schedule
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
 from hybridep.shares import batch_sequences, on_sites
@@ -264,8 +264,8 @@ def test_plans_made_now_are_what_plan_makes(scenario: Callable[..., object], inp
     inputs.cluster.write_text(inputs.cluster.read_text() + rates)
     calls = list[float]()
 
-    def planned(cluster: Cluster, workload: Workload, time_limit_s: float, *, free_homes: bool) -> Plan:
-        assert free_homes
+    def planned(cluster: Cluster, workload: Workload, time_limit_s: float, *, free_homes: bool, popularity: Popularity) -> Plan:
+        assert free_homes and not popularity
         calls.append(time_limit_s)
         return baseline_plan(cluster, workload, Baseline.EP)
 
